@@ -1,0 +1,38 @@
+"""The `jaxpruner` command: a table of subcommands, each imported on use."""
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+# name -> (module with `add_arguments(parser)` and `run(args) -> int`, help)
+COMMANDS = {
+  "compare": ("jaxpruner.compare.command", "compare algorithms fairly"),
+  "report": ("jaxpruner.compare.report_command", "rebuild a run's report"),
+  "data": ("jaxpruner.compare.data_command", "list the data sets of the tasks"),
+  "inspect": ("jaxpruner.sparse.inspect_command", "show a file's sparsity"),
+  "prune": ("jaxpruner.sparse.prune_command", "prune a checkpoint file"),
+  "pack": ("jaxpruner.sparse.pack_command", "store zeros as bits"),
+  "unpack": ("jaxpruner.sparse.unpack_command", "store a file dense again"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+  """Run one subcommand; return its exit code."""
+  argv = list(sys.argv[1:] if argv is None else argv)
+  parser = argparse.ArgumentParser(prog="jaxpruner", description=__doc__)
+  subparsers = parser.add_subparsers(dest="command", required=True)
+  for name, (module, text) in COMMANDS.items():
+    sub = subparsers.add_parser(name, help=text)
+    # Only the chosen subcommand is imported: `--help` stays instant, and one
+    # command's missing extra never breaks another.
+    if name in argv[:1]:
+      implementation = importlib.import_module(module)
+      implementation.add_arguments(sub)
+      sub.set_defaults(run=implementation.run)
+  args = parser.parse_args(argv)
+  return args.run(args)
+
+
+if __name__ == "__main__":
+  raise SystemExit(main())

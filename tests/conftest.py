@@ -1,0 +1,29 @@
+"""Test settings: eight virtual CPU devices, Hypothesis profiles, a cache."""
+
+import os
+import pathlib
+import tempfile
+
+# Must be set before JAX starts its backend.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault(
+  "XLA_FLAGS", "--xla_force_host_platform_device_count=8"
+)
+os.environ.setdefault(
+  "JAX_COMPILATION_CACHE_DIR",
+  str(pathlib.Path(tempfile.gettempdir()) / f"jaxpruner-jit-{os.getuid()}"),
+)
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
+os.environ.setdefault("MPLBACKEND", "agg")
+
+import hypothesis  # noqa: E402
+
+_COMMON = dict(
+  deadline=None,
+  suppress_health_check=list(hypothesis.HealthCheck),
+  print_blob=True,
+)
+hypothesis.settings.register_profile("ci", max_examples=200, **_COMMON)
+hypothesis.settings.register_profile("quick", max_examples=20, **_COMMON)
+hypothesis.settings.register_profile("nightly", max_examples=10_000, **_COMMON)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
