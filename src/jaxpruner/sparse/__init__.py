@@ -1,0 +1,34 @@
+"""Sparse models that really are smaller and faster.
+
+Names are imported on first use: `import jaxpruner` stays light, and a missing
+extra (numba, safetensors) is felt only by the name that needs it.
+"""
+
+import importlib
+from typing import Any
+
+# name -> the module below jaxpruner.sparse that defines it
+_MODULES = {
+  "Sizes": "interchange",
+  "bytes_report": "interchange",
+  "from_bcoo": "interchange",
+  "to_bcoo": "interchange",
+}
+
+__all__ = sorted(_MODULES)  # pyright: ignore[reportUnsupportedDunderAll]
+
+
+def __getattr__(name: str) -> Any:
+  if name not in _MODULES:
+    raise AttributeError(
+      f"module {__name__!r} has no attribute {name!r}; it has "
+      f"{', '.join(__all__)}"
+    )
+  module = importlib.import_module(f"{__name__}.{_MODULES[name]}")
+  value = getattr(module, name)
+  globals()[name] = value
+  return value
+
+
+def __dir__() -> list[str]:
+  return __all__

@@ -1,0 +1,119 @@
+"""Whole parameter trees to and from JAX's own BCOO, and what they weigh."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+class Sizes(NamedTuple):
+  """Bytes of a tree: as dense arrays, as stored, and leaf by leaf."""
+
+  dense: int
+  sparse: int
+  leaves: dict[str, tuple[int, int]]
+
+  @property
+  def ratio(self) -> float:
+    """Stored bytes over dense bytes."""
+    return self.sparse / self.dense if self.dense else 1.0
+
+  @property
+  def saved(self) -> int:
+    """Dense bytes minus stored bytes (negative where BCOO costs more)."""
+    return self.dense - self.sparse
+
+
+def is_sparse(leaf: Any) -> bool:
+  """Say whether `leaf` is a sparse weight: one of ours, or BCOO / BCSR."""
+  return hasattr(leaf, "todense") and hasattr(leaf, "shape")
+
+
+def to_bcoo(params: Any, masks: Any) -> Any:
+  """Keep exactly the entries with mask 1 of each leaf, as `BCOO`.
+
+  A kept weight that happens to be zero stays stored: a leaf holds `mask.sum()`
+  entries, sorted and unique. Every axis is a sparse one (`n_batch = n_dense =
+  0`), stacked layers and convolutions included: batch axes would need the same
+  count in every layer, and pad the others.
+
+  Args:
+    params: a tree of arrays.
+    masks: the same tree of 0/1 arrays; `None` leaves stay dense.
+
+  Returns:
+    `params` with a `jax.experimental.sparse.BCOO` where there is a mask.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> from jaxpruner import sparse
+    >>> tree = sparse.to_bcoo({"w": jnp.eye(8)}, {"w": jnp.eye(8)})
+    >>> tree["w"].nse
+    8
+  """
+  from jax.experimental import sparse as jax_sparse
+
+  leaves, treedef = jax.tree_util.tree_flatten_with_path(params)
+  packed = []
+  for (path, leaf), mask in zip(
+    leaves, treedef.flatten_up_to(masks), strict=True
+  ):
+    if mask is None:
+      packed.append(leaf)
+      continue
+    if np.shape(mask) != np.shape(leaf):
+      raise ValueError(
+        f"masks{jax.tree_util.keystr(path)} has shape {np.shape(mask)}, its "
+        f"parameter {np.shape(leaf)}; a mask has its parameter's shape, or is "
+        "None for a leaf that stays dense"
+      )
+    where = np.nonzero(np.asarray(mask))
+    packed.append(
+      jax_sparse.BCOO(
+        (
+          jnp.asarray(leaf)[where],
+          jnp.asarray(np.stack(where, axis=-1).astype(np.int32)),
+        ),
+        shape=np.shape(leaf),
+        indices_sorted=True,
+        unique_indices=True,
+      )
+    )
+  return jax.tree_util.tree_unflatten(treedef, packed)
+
+
+def from_bcoo(tree: Any) -> Any:
+  """Return the dense tree: kept entries bit for bit, `+0.0` elsewhere."""
+
+  def dense(leaf):
+    if not hasattr(leaf, "indices") or not is_sparse(leaf):
+      return leaf
+    # Set, not BCOO.todense's add: 0.0 + -0.0 would lose the sign of a -0.0.
+    index = tuple(jnp.moveaxis(leaf.indices, -1, 0))
+    return (
+      jnp.zeros(leaf.shape, leaf.dtype).at[index].set(leaf.data, mode="drop")
+    )
+
+  return jax.tree_util.tree_map(dense, tree, is_leaf=is_sparse)
+
+
+def bytes_report(tree: Any) -> Sizes:
+  """Weigh a tree of dense and sparse leaves.
+
+  Returns:
+    `Sizes(dense, sparse, leaves)`, with `leaves[path] = (dense, sparse)`;
+    `.ratio` and `.saved` follow from them.
+  """
+  leaves = {}
+  flat = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_sparse)[0]
+  for path, leaf in flat:
+    if hasattr(leaf, "dtype"):
+      dense = int(np.prod(leaf.shape)) * np.dtype(leaf.dtype).itemsize
+      stored = sum(a.nbytes for a in jax.tree_util.tree_leaves(leaf))
+      leaves[jax.tree_util.keystr(path)] = (dense, stored)
+  return Sizes(
+    sum(d for d, _ in leaves.values()),
+    sum(s for _, s in leaves.values()),
+    leaves,
+  )
