@@ -1,0 +1,394 @@
+"""How a sparse tensor lies in a file, and one tensor at a time in and out.
+
+`packed`: one bit per weight and the kept values, described and hashed in the
+metadata. `sparse-bitmask`: the layout of compressed-tensors, row by row.
+`dense`: plain tensors, zeros spelled out.
+"""
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxpruner.sparse import _safetensors as st
+
+LAYOUTS = ("packed", "dense", "sparse-bitmask")
+VERSION = 1
+_KEY = "jaxpruner"
+_DIGEST = "jaxpruner_sha256"
+_BITMASK_PARTS = (".shape", ".compressed", ".bitmask", ".row_offsets")
+_CHUNK = 1 << 18  # elements decoded at once: bits and indices stay in cache
+
+
+class Tensor(NamedTuple):
+  """A tensor of a model file, whatever its layout."""
+
+  name: str
+  path: tuple[str | int, ...]
+  dtype: np.dtype
+  shape: tuple[int, ...]
+  encoding: str = "dense"  # or "packed", "sparse-bitmask"
+  masked: bool = False  # a mask was saved, not only zeros
+  stored_bytes: int = 0
+  sha256: str = ""
+
+  @property
+  def size(self) -> int:
+    return math.prod(self.shape)
+
+
+Leaf = tuple[np.ndarray, np.ndarray | None]
+
+
+def _words(array: np.ndarray) -> np.ndarray:
+  """View as unsigned integers, so that zero means +0.0 and bits survive."""
+  return array.reshape(-1).view(f"u{array.dtype.itemsize}")
+
+
+def keep(array: np.ndarray, mask: np.ndarray | None) -> np.ndarray:
+  """Return which elements must be stored, flat."""
+  if mask is None:
+    return _words(array) != 0
+  return mask.reshape(-1) != 0
+
+
+def packed_bytes(tensor: Tensor, kept: int) -> int:
+  """Return the bytes of bits and values in the `packed` layout."""
+  return -(-tensor.size // 64) * 8 + kept * tensor.dtype.itemsize
+
+
+def _pack_bits(kept: np.ndarray) -> np.ndarray:
+  bits = np.packbits(kept, bitorder="little")
+  # Whole words keep the values that follow aligned.
+  return np.pad(bits, (0, -bits.size % 8))
+
+
+def _spread(bits: np.ndarray, values: np.ndarray, n: int) -> np.ndarray:
+  """Put `values` where the first `n` of `bits` are set, +0.0 elsewhere."""
+  out = np.zeros(n, f"u{values.dtype.itemsize}")
+  words, taken = _words(values), 0
+  for begin in range(0, n, _CHUNK):
+    end = min(begin + _CHUNK, n)
+    chunk = np.unpackbits(
+      bits[begin // 8 : -(-end // 8)], count=end - begin, bitorder="little"
+    )
+    where = np.flatnonzero(chunk.view(np.bool_))
+    part = words[taken : taken + where.size]
+    if part.size != where.size:
+      break
+    out[begin:end][where] = part
+    taken += where.size
+  padding = np.unpackbits(bits[n // 8 :], bitorder="little")[n % 8 :]
+  if taken != words.size or padding.any():
+    raise st.FileFormatError(
+      f"the bits mark another number of weights than the {words.size} stored"
+    )
+  return out.view(values.dtype)
+
+
+def _sha(*arrays: np.ndarray) -> str:
+  digest = hashlib.sha256()
+  for array in arrays:
+    digest.update(array.reshape(-1).view(np.uint8).data)
+  return digest.hexdigest()
+
+
+class SparseFile:
+  """A model file of any of the layouts; tensors are decoded on request."""
+
+  def __init__(self, path: str | os.PathLike):
+    self.reader = st.Reader(path)
+    self.path = self.reader.path
+    try:
+      self.layout, self.tensors, self.metadata = self._describe()
+    except BaseException:
+      self.reader.__exit__()
+      raise
+
+  def __enter__(self) -> "SparseFile":
+    return self
+
+  def __exit__(self, *exc: object) -> None:
+    self.reader.__exit__()
+
+  def _stored(self, *names: str) -> int:
+    entries = (self.reader.entries[n] for n in names)
+    return sum(e.end - e.begin for e in entries)
+
+  def _describe(self) -> tuple[str, dict[str, Tensor], dict[str, Any]]:
+    # Either key: a damaged one must not turn the file into a foreign one.
+    if {_KEY, _DIGEST} & self.reader.metadata.keys():
+      return self._describe_packed()
+    entries, tensors, bitmask = self.reader.entries, {}, set()
+    for name in entries:
+      prefix = name.removesuffix(".compressed")
+      parts = [prefix + p for p in _BITMASK_PARTS]
+      if prefix != name and all(p in entries for p in parts):
+        bitmask.update(parts)
+        tensors[prefix] = Tensor(
+          prefix, tuple(prefix.split("/")), entries[name].dtype,
+          self._bitmask_shape(prefix), "sparse-bitmask", True,
+          self._stored(*parts),
+        )  # fmt: skip
+    for name, e in entries.items():
+      if name in bitmask:
+        continue
+      if name in tensors:
+        raise st.FileFormatError(
+          f"{self.path}: {name!r} is stored both dense and as a bitmask"
+        )
+      tensors[name] = Tensor(
+        name, tuple(name.split("/")), e.dtype, e.shape,
+        stored_bytes=self._stored(name),
+      )  # fmt: skip
+    layout = "sparse-bitmask" if bitmask else "dense"
+    return layout, tensors, dict(self.reader.metadata)
+
+  def _bitmask_shape(self, name: str) -> tuple[int, ...]:
+    entries = self.reader.entries
+    where = f"{self.path}: {name!r}"
+    shape_entry = entries[name + ".shape"]
+    if shape_entry.dtype != np.int64 or len(shape_entry.shape) != 1:
+      raise st.FileFormatError(f"{where}: .shape must be a list of I64")
+    if shape_entry.shape[0] > 64:
+      raise st.FileFormatError(f"{where}: .shape has more than 64 dimensions")
+    shape = tuple(map(int, self.reader.read(name + ".shape")))
+    bits = entries[name + ".bitmask"]
+    rows = entries[name + ".row_offsets"]
+    if (
+      not shape
+      or not all(map(st.is_count, shape))
+      or bits.dtype != np.uint8
+      or bits.shape != (*shape[:-1], -(-shape[-1] // 8))
+      or rows.dtype != np.int64
+      or rows.shape != shape[:-1]
+      or len(entries[name + ".compressed"].shape) != 1
+    ):
+      raise st.FileFormatError(
+        f"{where}: bitmask {bits.shape}, row_offsets {rows.shape} and shape "
+        f"{shape} do not fit together"
+      )
+    return shape
+
+  def _describe_packed(self) -> tuple[str, dict[str, Tensor], dict[str, Any]]:
+    where = str(self.path)
+    metadata = dict(self.reader.metadata)
+    manifest = st.parse_json(metadata.get(_KEY, ""), f"{where}: metadata")
+    version = manifest.get("version") if isinstance(manifest, dict) else None
+    if version != VERSION:
+      raise st.FileFormatError(
+        f"{where}: written in version {str(version)[:40]} of the layout, this "
+        f"jaxpruner reads version {VERSION}; upgrade jaxpruner"
+      )
+    digest = metadata.pop(_DIGEST, None)
+    if digest != st.header_digest(self.reader.entries, metadata):
+      raise st.FileFormatError(
+        f"{where}: the header does not match its SHA-256: damaged or altered"
+      )
+    try:
+      tensors = {
+        name: self._packed_tensor(name, spec)
+        for name, spec in manifest["tensors"].items()
+      }
+      user = dict(manifest["metadata"])
+    except (KeyError, TypeError, AttributeError, ValueError) as e:
+      raise st.FileFormatError(f"{where}: malformed manifest ({e!r})") from e
+    parts = [p for t in tensors.values() for p in _packed_parts(t)]
+    if sorted(parts) != sorted(self.reader.entries):
+      raise st.FileFormatError(
+        f"{where}: the manifest and the stored tensors differ"
+      )
+    return "packed", tensors, user
+
+  def _packed_tensor(self, name: str, spec: Mapping[str, Any]) -> Tensor:
+    st.check_name(name, str(self.path))
+    tensor = Tensor(
+      name, tuple(spec["path"]), st.DTYPES[spec["dtype"]],
+      tuple(spec["shape"]), spec["encoding"], spec["masked"],
+      sha256=spec["sha256"],
+    )  # fmt: skip
+    if (
+      tensor.encoding not in ("dense", "packed")
+      or not all(map(st.is_count, tensor.shape))
+      or not all(type(k) in (str, int) for k in tensor.path)
+      or type(tensor.masked) is not bool
+      or len(tensor.sha256) != 64
+    ):
+      raise ValueError(f"{name}: {spec}")
+    entries = [self.reader.entries[p] for p in _packed_parts(tensor)]
+    found = [(e.dtype, e.shape) for e in entries]
+    if tensor.encoding == "dense":
+      expected = [(tensor.dtype, tensor.shape)]
+    else:
+      words = -(-tensor.size // 64) * 8
+      expected = [(np.uint8, (words,)), (tensor.dtype, entries[1].shape)]
+    if found != expected or len(entries[-1].shape) != (
+      1 if tensor.encoding == "packed" else len(tensor.shape)
+    ):
+      raise ValueError(f"{name}: stored as {found}, described as {spec}")
+    return tensor._replace(stored_bytes=self._stored(*_packed_parts(tensor)))
+
+  def read(self, name: str) -> Leaf:
+    """Return a tensor and its mask; None where no mask was saved."""
+    tensor = self.tensors[name]
+    try:
+      return self._decode(tensor)
+    except st.FileFormatError as e:
+      raise st.FileFormatError(f"{self.path}: tensor {name!r}: {e}") from e
+
+  def _decode(self, tensor: Tensor) -> Leaf:
+    parts = [self.reader.read(p) for p in _parts(tensor)]
+    if tensor.sha256 and _sha(*parts) != tensor.sha256:
+      raise st.FileFormatError("its bytes do not match their SHA-256")
+    if tensor.encoding == "dense":
+      return parts[0], None
+    mask = None
+    if tensor.encoding == "packed":
+      bits, values = parts
+    else:
+      _, values, rows, offsets = parts
+      mask = np.unpackbits(
+        rows, axis=-1, count=tensor.shape[-1], bitorder="little"
+      )
+      counts = mask.sum(-1, dtype=np.int64).reshape(-1)
+      if (offsets.reshape(-1) != np.cumsum(counts) - counts).any():
+        raise st.FileFormatError("row_offsets contradict the bitmask")
+      bits = np.packbits(mask, bitorder="little")
+    array = _spread(bits, values, tensor.size).reshape(tensor.shape)
+    if tensor.masked and mask is None:
+      mask = np.unpackbits(bits, count=tensor.size, bitorder="little")
+      mask = mask.reshape(tensor.shape)
+    return array, mask
+
+  def chunks(self, name: str) -> Iterator[np.ndarray]:
+    """Yield a tensor flat in pieces; only a packed one is read whole."""
+    if self.tensors[name].encoding == "dense":
+      yield from self.reader.chunks(name)
+    else:
+      yield self.read(name)[0].reshape(-1)
+
+
+def _packed_parts(tensor: Tensor) -> tuple[str, ...]:
+  if tensor.encoding == "dense":
+    return (tensor.name,)
+  return (tensor.name + ".bits", tensor.name + ".values")
+
+
+def _parts(tensor: Tensor) -> tuple[str, ...]:
+  if tensor.encoding == "sparse-bitmask":
+    return tuple(tensor.name + p for p in _BITMASK_PARTS)
+  return _packed_parts(tensor)
+
+
+def _encode(
+  tensor: Tensor, leaf: Leaf, layout: str
+) -> tuple[Tensor, list[np.ndarray]]:
+  array, mask = leaf
+  kept = keep(array, mask)
+  count = int(kept.sum())
+  if layout == "dense" or (layout == "sparse-bitmask" and not array.ndim):
+    if mask is not None:
+      array = np.where(kept.reshape(array.shape), array, array.dtype.type(0))
+    return tensor._replace(encoding="dense"), [array]
+  if layout == "sparse-bitmask":
+    # The layout has no room for a mask: an unmasked tensor stays dense
+    # unless packing it pays.
+    if mask is None and packed_bytes(tensor, count) >= array.nbytes:
+      return tensor._replace(encoding="dense"), [array]
+    rows = kept.reshape(array.shape)
+    counts = rows.sum(-1, dtype=np.int64)
+    starts = np.cumsum(counts).reshape(counts.shape) - counts
+    return tensor._replace(encoding="sparse-bitmask"), [
+      np.array(array.shape, np.int64),
+      array.reshape(-1)[kept],
+      np.packbits(rows, axis=-1, bitorder="little"),
+      starts,
+    ]
+  if mask is None and packed_bytes(tensor, count) >= array.nbytes:
+    encoded = tensor._replace(encoding="dense", masked=False)
+    parts = [array]
+  else:
+    encoded = tensor._replace(encoding="packed", masked=mask is not None)
+    parts = [_pack_bits(kept), array.reshape(-1)[kept]]
+  return encoded._replace(sha256=_sha(*parts)), parts
+
+
+def _manifest(tensors: Iterable[Tensor], metadata: Mapping[str, Any]) -> str:
+  rows = {
+    t.name: {
+      "path": list(t.path),
+      "dtype": st.DTYPE_NAMES[t.dtype],
+      "shape": list(t.shape),
+      "encoding": t.encoding,
+      "masked": t.masked,
+      "sha256": t.sha256,
+    }
+    for t in tensors
+  }
+  return json.dumps(
+    {"version": VERSION, "tensors": rows, "metadata": dict(metadata)}
+  )
+
+
+def write(
+  path: str | os.PathLike,
+  tensors: Iterable[Tensor],
+  read: Callable[[str], Leaf],
+  *,
+  layout: str = "packed",
+  metadata: Mapping[str, Any] | None = None,
+) -> None:
+  """Write a model file, asking `read` for one tensor at a time.
+
+  Args:
+    path: where the file appears once it is complete.
+    tensors: name, path, dtype and shape of each tensor.
+    read: returns a tensor and its mask (or None) by name.
+    layout: "packed", "dense" or "sparse-bitmask".
+    metadata: what else to keep: JSON values, or strings only outside
+      "packed".
+  """
+  if layout not in LAYOUTS:
+    raise ValueError(f"layout={layout!r} is not one of {LAYOUTS}")
+  metadata = dict(metadata or {})
+  if layout != "packed":
+    metadata = {
+      k: v if isinstance(v, str) else json.dumps(v)
+      for k, v in metadata.items()
+      if k not in (_KEY, _DIGEST)
+    }
+  # Wide elements first: every tensor then starts aligned to its own width.
+  ordered = sorted(tensors, key=lambda t: -t.dtype.itemsize)
+  largest: dict[str, tuple[np.dtype, tuple[int, ...]]] = {}
+  for t in ordered:
+    st.check_name(t.name, str(path))
+    # A tensor may come out in any of its encodings; room for all is cheap.
+    largest[t.name] = (t.dtype, t.shape)
+    if layout == "packed":
+      largest[t.name + ".bits"] = (np.dtype("u1"), (t.size + 64,))
+      largest[t.name + ".values"] = (t.dtype, (t.size,))
+    elif layout == "sparse-bitmask":
+      for part in _BITMASK_PARTS:
+        largest[t.name + part] = (np.dtype("i8"), (*t.shape, 1))
+  reserved = metadata
+  if layout == "packed":
+    hashed = (t._replace(encoding="packed", sha256="0" * 64) for t in ordered)
+    reserved = {_KEY: _manifest(hashed, metadata), _DIGEST: "0" * 64}
+  with st.Writer(path, largest, reserved) as writer:
+    done = []
+    for tensor in ordered:
+      encoded, parts = _encode(tensor, read(tensor.name), layout)
+      for name, part in zip(_parts(encoded), parts, strict=True):
+        if name in writer.entries:
+          raise ValueError(f"{path}: two tensors would be stored as {name!r}")
+        writer.add(name, part)
+      done.append(encoded)
+    if layout == "packed":
+      writer.metadata = {_KEY: _manifest(done, metadata)}
+      writer.metadata[_DIGEST] = st.header_digest(
+        writer.entries, writer.metadata
+      )
