@@ -9,9 +9,13 @@ from typing import Any
 
 # name -> the module below jaxpruner.sparse that defines it
 _MODULES = {
+  "FileFormatError": "files",
   "Sizes": "interchange",
   "bytes_report": "interchange",
   "from_bcoo": "interchange",
+  "load": "files",
+  "read_metadata": "files",
+  "save": "files",
   "to_bcoo": "interchange",
 }
 
