@@ -1,0 +1,96 @@
+"""jaxpruner: pruning and sparse training in JAX."""
+
+import importlib
+from typing import Any
+
+from jaxpruner import (
+  algorithms,
+  mask_calculator,
+  sparsity_distributions,
+  sparsity_schedules,
+  sparsity_types,
+)
+from jaxpruner._state import Category, SparseState, apply_mask, find_state
+from jaxpruner.algorithms import (
+  SET,
+  GlobalMagnitudePruning,
+  GlobalSaliencyPruning,
+  MagnitudePruning,
+  RandomPruning,
+  RigL,
+  SaliencyPruning,
+  StaticRandomSparse,
+  SteMagnitudePruning,
+  SteRandomPruning,
+)
+from jaxpruner.api import (
+  algorithm_category,
+  algorithm_class,
+  all_algorithm_names,
+  config_from_updater,
+  create_updater_from_config,
+  parse_sparsity_type,
+  register_algorithm,
+)
+from jaxpruner.base_updater import BaseUpdater, NoPruning
+from jaxpruner.sparsity_types import (
+  Block,
+  Channel,
+  NByM,
+  NbyM,
+  Unstructured,
+)
+from jaxpruner.utils import (
+  sparsity_table,
+  summarize_intersection,
+  summarize_sparsity,
+)
+
+__version__ = "1.0.0"
+
+__all__ = [
+  "SET",
+  "BaseUpdater",
+  "Block",
+  "Category",
+  "Channel",
+  "GlobalMagnitudePruning",
+  "GlobalSaliencyPruning",
+  "MagnitudePruning",
+  "NByM",
+  "NbyM",
+  "NoPruning",
+  "RandomPruning",
+  "RigL",
+  "SaliencyPruning",
+  "SparseState",
+  "StaticRandomSparse",
+  "SteMagnitudePruning",
+  "SteRandomPruning",
+  "Unstructured",
+  "algorithm_category",
+  "algorithm_class",
+  "algorithms",
+  "all_algorithm_names",
+  "apply_mask",
+  "config_from_updater",
+  "create_updater_from_config",
+  "find_state",
+  "mask_calculator",
+  "parse_sparsity_type",
+  "register_algorithm",
+  "sparse",
+  "sparsity_distributions",
+  "sparsity_schedules",
+  "sparsity_table",
+  "sparsity_types",
+  "summarize_intersection",
+  "summarize_sparsity",
+]
+
+
+def __getattr__(name: str) -> Any:
+  # Formats and files are imported on use: `import jaxpruner` stays light.
+  if name in ("sparse", "report"):
+    return importlib.import_module(f"jaxpruner.{name}")
+  raise AttributeError(f"module 'jaxpruner' has no attribute {name!r}")

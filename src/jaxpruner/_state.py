@@ -1,0 +1,164 @@
+"""What an updater carries: its category, its state, and how masks apply."""
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpruner import _tree, mask_calculator
+
+Array: TypeAlias = jax.Array
+PyTree: TypeAlias = Any
+Masks: TypeAlias = PyTree  # of uint8 arrays, 1 = kept, and None = dense
+Sparsities: TypeAlias = PyTree  # of floats and None
+
+
+@dataclasses.dataclass(frozen=True)
+class Category:
+  """Where an algorithm stands on the map of sparse training.
+
+  Compare like with like: an algorithm that starts sparse never pays for a dense
+  network, one that starts dense does.
+
+  Attributes:
+    when: "before", "during" or "after" training are weights removed.
+    start: "dense-to-sparse", "sparse-to-sparse", or "dense".
+    dynamic: whether a removed weight may come back.
+    needs: of "gradients", "data", "activations", "random".
+    paper: who proposed it.
+    cost: what it adds to a training step, in words.
+  """
+
+  when: str = "during"
+  start: str = "dense-to-sparse"
+  dynamic: bool = False
+  needs: frozenset[str] = frozenset()
+  paper: str = ""
+  cost: str = ""
+
+
+class SparseState(NamedTuple):
+  """What must survive a checkpoint: an Optax state.
+
+  Attributes:
+    masks: uint8 of the parameter's shape (or packed bits), None where dense.
+    inner_state: state of the wrapped optimizer.
+    target_sparsities: float32 per leaf, None where dense.
+    count: number of updates so far.
+    key: PRNG key data of algorithms that draw, else None.
+    skipped: per prunable leaf, the mask updates refused because a score was
+      not finite.
+  """
+
+  masks: Masks
+  inner_state: Any = None
+  target_sparsities: Sparsities = None
+  count: Any = None
+  key: Any = None
+  skipped: Any = None
+
+
+def apply_mask(param: Array, mask: Any, is_packed: bool = False) -> Array:
+  """Select the kept weights; the others become exactly +0.0.
+
+  Selecting, not multiplying: NaN and infinity vanish under the mask, kept
+  weights keep their bits, and the dtype stays.
+  """
+  if _tree.is_dense(mask):
+    return param
+  if is_packed:
+    mask = mask_calculator.unpack_mask(mask, param.shape)
+  elif np.shape(mask) != param.shape:
+    raise ValueError(
+      f"mask of shape {np.shape(mask)} does not fit the parameter of shape "
+      f"{param.shape}; packed masks need is_packed=True"
+    )
+  return jnp.where(mask, param, jnp.zeros((), param.dtype))
+
+
+def find_state(opt_state: PyTree) -> SparseState:
+  """Return the one `SparseState` inside an optimizer state."""
+  is_state = lambda node: isinstance(node, SparseState)
+  found = [
+    s for s in jax.tree.leaves(opt_state, is_leaf=is_state) if is_state(s)
+  ]
+  if len(found) != 1:
+    raise ValueError(
+      f"opt_state holds {len(found)} sparse states, one is needed; pass the "
+      "state made by pruner.wrap_optax(tx).init(params), or the SparseState "
+      "itself"
+    )
+  return found[0]
+
+
+def seed_data(seed: Any) -> Array:
+  """Return the PRNG key data of an int, a typed key, or raw key data."""
+  if isinstance(seed, int):
+    return jax.random.key_data(jax.random.key(seed))
+  if jnp.issubdtype(seed.dtype, jax.dtypes.prng_key):
+    return jax.random.key_data(seed)
+  return jnp.asarray(seed, jnp.uint32)
+
+
+def check_seed(seed: Any) -> None:
+  """Raise if a seed is no int and no key, without starting a backend."""
+  dtype = getattr(seed, "dtype", None)
+  is_key = dtype is not None and (
+    jnp.issubdtype(dtype, jax.dtypes.prng_key) or dtype == np.uint32
+  )
+  if not is_key and (isinstance(seed, bool) or not isinstance(seed, int)):
+    raise ValueError(
+      f"rng_seed={seed!r} must be an integer or a jax.random key"
+    )
+
+
+def params_key(params: PyTree) -> Array:
+  """Derive key data from the parameters, so that vmapped seeds draw apart.
+
+  Integer sums wrap around in any order alike: the key does not depend on how
+  the parameters are sharded.
+  """
+  total = jnp.zeros([], jnp.uint32)
+  for leaf in jax.tree.leaves(params):
+    if jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
+      bits = jax.lax.bitcast_convert_type(
+        jnp.asarray(leaf).astype(jnp.float32), jnp.uint32
+      )
+      total = total * 31 + jnp.sum(bits, dtype=jnp.uint32)
+  return jax.random.key_data(jax.random.key(total))
+
+
+def refuse_nan(leaves: list[tuple[_tree.Names, Any]]) -> None:
+  """Raise outside `jit` if scores hold NaN, naming path and count."""
+  for names, scores in leaves:
+    if isinstance(scores, jax.core.Tracer):
+      continue
+    if not jnp.issubdtype(jnp.result_type(scores), jnp.inexact):
+      continue
+    count = int(jnp.sum(jnp.isnan(scores)))
+    if count:
+      raise ValueError(
+        f"scores of {_tree.join(names)!r} hold {count} NaN of "
+        f"{np.size(scores)}; NaN weights or gradients cannot be ranked: find "
+        "where they arise, or leave the leaf out with filter_fn"
+      )
+
+
+def frozen(value: Any) -> Any:
+  """Return a hashable image of a configuration value, equal iff it is."""
+  if isinstance(value, functools.partial):
+    return ("partial", value.func, frozen(value.args), frozen(value.keywords))
+  if isinstance(value, Mapping):
+    return frozenset((frozen(k), frozen(v)) for k, v in value.items())
+  if isinstance(value, list | tuple):
+    return tuple(map(frozen, value))
+  if isinstance(value, jax.Array | np.ndarray):
+    array = np.asarray(
+      seed_data(value) if isinstance(value, jax.Array) else value
+    )
+    return (array.shape, array.dtype.str, array.tobytes())
+  return value

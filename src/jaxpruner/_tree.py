@@ -1,0 +1,211 @@
+"""Trees: names of leaves, maps that know `None`, optimizer-state surgery.
+
+`None` (or Optax's `MaskedNode`) in a tree of masks or sparsities means "this
+leaf stays dense". A bare `jax.tree.map` would drop it; the functions here align
+such trees with the parameters instead.
+"""
+
+import difflib
+import fnmatch
+import zlib
+from collections.abc import Callable, Iterable
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+PyTree: TypeAlias = Any
+Names: TypeAlias = tuple[str, ...]
+
+# Wrapper attributes (Flax boxes, NNX variables, named arrays) that only repeat
+# what the path already says.
+_WRAPPERS = frozenset({"value", "raw_value", "data_array"})
+
+
+def _key_name(key: Any) -> str:
+  for attribute in ("key", "name", "idx"):
+    if hasattr(key, attribute):
+      return str(getattr(key, attribute))
+  return str(key)
+
+
+def path_names(path: Iterable[Any]) -> Names:
+  """Return the names along a key path; a bare array is called `kernel`."""
+  names = [_key_name(key) for key in path]
+  while len(names) > 1 and names[-1] in _WRAPPERS:
+    names.pop()
+  return tuple(names) or ("kernel",)
+
+
+def join(names: Names) -> str:
+  """Spell names the way the user writes them: `encoder/layer_0/kernel`."""
+  return "/".join(names)
+
+
+def flatten_with_names(tree: PyTree) -> tuple[list[tuple[Names, Any]], Any]:
+  """Flatten a tree into `[(names, leaf), …]` and its treedef."""
+  leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
+  return [(path_names(path), leaf) for path, leaf in leaves], treedef
+
+
+def is_dense(node: Any) -> bool:
+  """Tell whether a node of a mask or sparsity tree marks a dense leaf."""
+  return node is None or isinstance(node, optax.MaskedNode)
+
+
+def align(tree: PyTree, other: PyTree, name: str = "masks") -> list[Any]:
+  """Return `other`'s entry for each leaf of `tree`, `None` where dense."""
+  treedef = jax.tree.structure(tree)
+  if is_dense(other):
+    return [None] * treedef.num_leaves
+  try:
+    entries = treedef.flatten_up_to(other)
+  except (ValueError, TypeError, KeyError):
+    entries = _align_by_path(tree, other, name)
+  return [None if is_dense(entry) else entry for entry in entries]
+
+
+def _align_by_path(tree: PyTree, other: PyTree, name: str) -> list[Any]:
+  # Partitioned optimizers replace whole subtrees by one MaskedNode.
+  table = dict(jax.tree_util.tree_flatten_with_path(other, is_leaf=is_dense)[0])
+  entries = []
+  for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]:
+    prefixes = (path[:n] for n in range(len(path), -1, -1))
+    found = next((p for p in prefixes if p in table), None)
+    if found is None or (found != path and not is_dense(table[found])):
+      raise ValueError(
+        f"{name}: no entry for params leaf {join(path_names(path))!r}; "
+        f"{name} must have the structure of params, with None where a leaf "
+        "stays dense (were the params rebuilt after init?)"
+      )
+    entries.append(table[found])
+  return entries
+
+
+def map_masks(
+  fn: Callable[..., Any], tree: PyTree, *others: PyTree, name: str = "masks"
+) -> PyTree:
+  """Map `fn(names, leaf, *entries)` over `tree`; entries may be `None`."""
+  leaves, treedef = flatten_with_names(tree)
+  columns = [align(tree, other, name) for other in others]
+  return treedef.unflatten(
+    [fn(*leaf, *row) for leaf, *row in zip(leaves, *columns, strict=True)]
+  )
+
+
+def nearest(word: str, words: Iterable[str]) -> str:
+  """Return a hint naming the valid word closest to a wrong one."""
+  words = sorted(map(str, words))
+  close = difflib.get_close_matches(str(word), words, n=1, cutoff=0.5)
+  if close:
+    return f"did you mean {close[0]!r}?"
+  shown = ", ".join(map(repr, words[:12])) + (", …" if len(words) > 12 else "")
+  return f"choose from {shown}" if words else "there is nothing to choose from"
+
+
+def match_patterns(
+  patterns: Iterable[Any], names: list[Names], argument: str
+) -> list[Any]:
+  """Return, per leaf, the pattern that applies to it, or `None`.
+
+  A pattern is an exact path (`"a/b/kernel"` or the tuple of its names) or a
+  glob (`"*/kernel"`). Exact wins over glob, an earlier glob over a later one.
+  Every pattern must match something.
+  """
+  spelled = {
+    key: join(key) if isinstance(key, tuple) else str(key) for key in patterns
+  }
+  paths = [join(n) for n in names]
+  for pattern in spelled.values():
+    if not any(p == pattern or fnmatch.fnmatchcase(p, pattern) for p in paths):
+      raise ValueError(
+        f"{argument}: {pattern!r} matches no leaf of params; "
+        f"{nearest(pattern, paths)}"
+      )
+
+  def applies(path: str) -> Any:
+    for key, pattern in spelled.items():
+      if path == pattern:
+        return key
+    for key, pattern in spelled.items():
+      if fnmatch.fnmatchcase(path, pattern):
+        return key
+    return None
+
+  return [applies(path) for path in paths]
+
+
+def leaf_key(key: jax.Array, names: Names) -> jax.Array:
+  """Derive a leaf's PRNG key from its path: leaf order never matters."""
+  return jax.random.fold_in(key, zlib.crc32(join(names).encode()))
+
+
+def shard_like(x: jax.Array, param: jax.Array) -> jax.Array:
+  """Give `x` the sharding of `param`, in eager mode and under any mesh."""
+  sharding = jax.typeof(param).sharding
+  if any(axis is not None for axis in sharding.spec):
+    return jax.sharding.reshard(x, sharding)
+  # Auto meshes decide sharding after tracing: a select that reads `param` is
+  # what makes the partitioner lay `x` out like it.
+  return jnp.where(param == param, x, x)
+
+
+def pin_moments(
+  state: PyTree, fresh: PyTree, params: PyTree, keep: list[Any]
+) -> PyTree:
+  """Hold the optimizer state of pruned weights at its freshly made value.
+
+  A state leaf belongs to the parameter whose key path ends its own path and
+  whose shape it has (or has behind one leading memory axis). Where `keep` is
+  false the leaf takes the value of `fresh = inner.init(params)`: not zero,
+  because Adagrad starts at 0.1 and schedule-free at the parameter itself.
+  """
+  table = _moments_table(params, keep)
+
+  def pin(path, leaf, new):
+    param, kept = _owner(table, path)
+    if param is None or not _per_weight(leaf, param):
+      return leaf
+    return jnp.where(kept, leaf, jnp.asarray(new, leaf.dtype))
+
+  return jax.tree_util.tree_map_with_path(pin, state, fresh)
+
+
+def unmatched_moments(
+  state: PyTree, params: PyTree, keep: list[Any]
+) -> list[str]:
+  """Name the state leaves that belong to a pruned parameter, but not by weight.
+
+  Factored statistics (Adafactor's rows and columns) are such: no entry belongs
+  to one weight, so none can be made fresh when a weight grows.
+  """
+  table = _moments_table(params, keep)
+  found = []
+  for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
+    param, _ = _owner(table, path)
+    if param is not None and np.size(leaf) > 1 and not _per_weight(leaf, param):
+      found.append(join(path_names(path)))
+  return found
+
+
+def _moments_table(params: PyTree, keep: list[Any]) -> dict[Any, Any]:
+  leaves = jax.tree_util.tree_flatten_with_path(params)[0]
+  return {
+    path: (leaf, kept)
+    for (path, leaf), kept in zip(leaves, keep, strict=True)
+    if kept is not None
+  }
+
+
+def _owner(table: dict[Any, Any], path: tuple[Any, ...]) -> tuple[Any, Any]:
+  for start in range(len(path) + 1):
+    if path[start:] in table:
+      return table[path[start:]]
+  return None, None
+
+
+def _per_weight(leaf: Any, param: Any) -> bool:
+  shape = np.shape(leaf)
+  return shape == param.shape or shape[1:] == param.shape

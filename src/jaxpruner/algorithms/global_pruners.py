@@ -1,0 +1,125 @@
+"""Global pruning: one ranking over all leaves together."""
+
+import dataclasses
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from jaxpruner import (
+  _tree,
+  base_updater,
+  mask_calculator,
+  sparsity_distributions,
+  sparsity_types,
+)
+from jaxpruner.algorithms import pruners
+
+
+@dataclasses.dataclass(eq=False)
+class GlobalPruning(base_updater.BaseUpdater):
+  """Base of the algorithms that rank the weights of all leaves together.
+
+  Attributes:
+    sparsity: fraction removed of all pruned leaves together.
+    filter_fn: `(names, param) -> bool`, the leaves to prune.
+    custom_sparsity_map: exact path or glob to a sparsity of its own; these
+      leaves are ranked by themselves.
+    use_normalization: divide each leaf's scores by their L2 norm first.
+  """
+
+  sparsity: float = 0.0
+  filter_fn: Callable[..., bool] = sparsity_distributions.default_filter
+  custom_sparsity_map: Mapping[Any, float | None] | None = None
+  use_normalization: bool = False
+
+  def __post_init__(self):
+    super().__post_init__()
+    self.sparsity = sparsity_distributions.check_sparsity(self.sparsity)
+    if self.sparsity_distribution_fn not in (None, base_updater.UNSET):
+      raise ValueError(
+        f"{type(self).__name__}: sparsity_distribution_fn has no say in a "
+        "global ranking; pass sparsity=, filter_fn=, custom_sparsity_map="
+      )
+    if self.topk_fn is not None or not isinstance(
+      self.sparsity_type, sparsity_types.Unstructured
+    ):
+      raise ValueError(
+        f"{type(self).__name__}: sparsity_type={self.sparsity_type!r}; a "
+        "global ranking compares single weights: use Unstructured, or a "
+        "pruner that works leaf by leaf"
+      )
+
+  def distribute(self, params):
+    return sparsity_distributions.uniform(
+      params, self.sparsity, self.filter_fn, self.custom_sparsity_map
+    )
+
+  def create_masks(self, scores, sparsities):
+    leaves, treedef = _tree.flatten_with_names(scores)
+    wanted = _tree.align(scores, sparsities, "sparsities")
+    custom = [None] * len(leaves)
+    if self.custom_sparsity_map:
+      custom = _tree.match_patterns(
+        self.custom_sparsity_map, [n for n, _ in leaves], "custom_sparsity_map"
+      )
+    ranked = [
+      i for i, s in enumerate(wanted) if s is not None and custom[i] is None
+    ]
+    alone = treedef.unflatten(
+      [s if custom[i] is not None else None for i, s in enumerate(wanted)]
+    )
+    masks = _tree.align(scores, super().create_masks(scores, alone))
+    base_updater.refuse_nan([leaves[i] for i in ranked])
+    if ranked:
+      # float32 everywhere: leaves of several precisions must compare.
+      units = [leaves[i][1].astype(jnp.float32) for i in ranked]
+      if self.use_normalization:
+        units = [u / (jnp.linalg.norm(u) + 1e-8) for u in units]
+      ones = mask_calculator.num_ones(
+        sum(u.size for u in units), self._request(wanted, ranked)
+      )
+      chosen = mask_calculator.topk_masks(units, ones, together=True)
+      for i, mask in zip(ranked, chosen, strict=True):
+        masks[i] = mask
+      _say_if_wiped_out([leaves[i][0] for i in ranked], chosen)
+    return treedef.unflatten(masks)
+
+  def _request(self, wanted, ranked):
+    # Leaves differ from `sparsity` by rounding only; the schedule moves all
+    # of them alike.
+    first = wanted[ranked[0]]
+    if isinstance(first, mask_calculator.AtStep):
+      return mask_calculator.AtStep(first.value, self.sparsity)
+    return self.sparsity if isinstance(first, float) else first
+
+
+def _say_if_wiped_out(names, masks) -> None:
+  empty = [
+    _tree.join(name)
+    for name, mask in zip(names, masks, strict=True)
+    if not isinstance(mask, jax.core.Tracer) and not bool(jnp.any(mask))
+  ]
+  if empty:
+    warnings.warn(
+      f"global pruning removed every weight of {', '.join(empty)}; lower the "
+      "sparsity, normalise with use_normalization=True, or give these leaves "
+      "a custom_sparsity_map",
+      stacklevel=4,
+    )
+
+
+@dataclasses.dataclass(eq=False)
+class GlobalMagnitudePruning(GlobalPruning, pruners.MagnitudePruning):
+  """Keep the largest |w| of all leaves together."""
+
+  category: ClassVar[base_updater.Category] = pruners.MagnitudePruning.category
+
+
+@dataclasses.dataclass(eq=False)
+class GlobalSaliencyPruning(GlobalPruning, pruners.SaliencyPruning):
+  """Keep the largest |w · ∂L/∂w| of all leaves together."""
+
+  category: ClassVar[base_updater.Category] = pruners.SaliencyPruning.category

@@ -1,0 +1,84 @@
+"""Gradual pruning, leaf by leaf: magnitude, saliency, random."""
+
+import dataclasses
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from jaxpruner import base_updater
+
+
+@dataclasses.dataclass(eq=False)
+class MagnitudePruning(base_updater.BaseUpdater):
+  """Keep the largest |w| of each leaf (Han et al., 2015).
+
+  With a `PolynomialSchedule` this is gradual magnitude pruning (Zhu & Gupta,
+  2017).
+
+  Example:
+    >>> import functools, jax.numpy as jnp, jaxpruner
+    >>> pruner = jaxpruner.MagnitudePruning(
+    ...   sparsity_distribution_fn=functools.partial(
+    ...     jaxpruner.sparsity_distributions.uniform, sparsity=0.5))
+    >>> params, masks = pruner.instant_sparsify(jnp.array([[3.0, -1, 2, -4]]))
+    >>> masks.tolist()
+    [[1, 0, 0, 1]]
+  """
+
+  category: ClassVar[base_updater.Category] = base_updater.Category(
+    paper="Han et al., 2015; Zhu & Gupta, 2017",
+    cost="a dense step; one selection per mask update",
+  )
+
+  def calculate_scores(self, params, sparse_state=None, grads=None):
+    del sparse_state, grads
+    return jax.tree.map(jnp.abs, params)
+
+
+@dataclasses.dataclass(eq=False)
+class SaliencyPruning(base_updater.BaseUpdater):
+  """Keep the largest |w · ∂L/∂w| of each leaf (Molchanov et al., 2016).
+
+  To first order, the change of the loss if the weight were removed. Computed
+  in float32, so that half-precision products neither vanish nor overflow.
+  """
+
+  category: ClassVar[base_updater.Category] = base_updater.Category(
+    needs=frozenset({"gradients"}),
+    paper="Mozer & Smolensky, 1989; Molchanov et al., 2016",
+    cost="a dense step; one selection per mask update",
+  )
+
+  def calculate_scores(self, params, sparse_state=None, grads=None):
+    del sparse_state
+    if grads is None:
+      raise ValueError(
+        f"{type(self).__name__}: grads=None; saliency is |w · grad|, pass grads"
+      )
+
+    def saliency(weight, grad):
+      if not jnp.issubdtype(jnp.result_type(weight), jnp.floating):
+        return weight
+      return jnp.abs(weight.astype(jnp.float32) * grad.astype(jnp.float32))
+
+    return jax.tree.map(saliency, params, grads)
+
+
+@dataclasses.dataclass(eq=False)
+class RandomPruning(base_updater.BaseUpdater):
+  """Keep weights at random: the baseline that knows nothing.
+
+  Each weight draws its score once, so a mask at a higher sparsity is contained
+  in the mask at a lower one.
+  """
+
+  category: ClassVar[base_updater.Category] = base_updater.Category(
+    needs=frozenset({"random"}),
+    paper="baseline",
+    cost="a dense step; one draw and selection per mask update",
+  )
+
+  def calculate_scores(self, params, sparse_state=None, grads=None):
+    del grads
+    return self.random_scores(params, sparse_state)

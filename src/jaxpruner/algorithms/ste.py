@@ -1,0 +1,86 @@
+"""Straight-through: dense parameters, a sparse forward pass."""
+
+import dataclasses
+from typing import Any, ClassVar
+
+import jax
+import optax
+
+from jaxpruner import _tree, base_updater
+from jaxpruner.algorithms import pruners
+
+
+@jax.custom_vjp
+def _straight_through(param, mask):
+  return base_updater.apply_mask(param, mask)
+
+
+def _forward(param, mask):
+  return base_updater.apply_mask(param, mask), None
+
+
+def _backward(_, cotangent):
+  return cotangent, None
+
+
+_straight_through.defvjp(_forward, _backward)
+
+
+@dataclasses.dataclass(eq=False)
+class StePruning(base_updater.BaseUpdater):
+  """Base of the algorithms that mask the forward pass only.
+
+  The masks are chosen anew from the parameters at every step, at the schedule's
+  sparsity, and kept in the state: they are those the next forward pass uses,
+  and those to export. Gradients pass to all weights as if nothing were masked.
+  """
+
+  holds_zeros: ClassVar[bool] = False
+
+  def get_initial_masks(self, params, target_sparsities):
+    state = base_updater.SparseState(
+      masks=None, target_sparsities=target_sparsities, count=0
+    )
+    scores = self.calculate_scores(params)
+    return self.create_masks(scores, self.sparsities_at(state, params, 0))
+
+  def update_state(self, sparse_state, params, grads):
+    del params, grads
+    return sparse_state
+
+  def after_update(self, state, params, updates):
+    new_params = optax.apply_updates(params, updates)
+    return super().update_state(state, new_params, None)
+
+  def pre_forward_update(self, params: Any, opt_state: Any) -> Any:
+    """Return sparse parameters whose gradient reaches every weight."""
+    masks = base_updater.find_state(opt_state).masks
+
+    def mask_leaf(_, param, mask):
+      if mask is None:
+        return param
+      return _straight_through(param, self._unpack(mask, param.shape))
+
+    return _tree.map_masks(mask_leaf, params, masks)
+
+
+@dataclasses.dataclass(eq=False)
+class SteMagnitudePruning(StePruning, pruners.MagnitudePruning):
+  """Use the largest |w| forward, train all of them (Bengio et al., 2013)."""
+
+  category: ClassVar[base_updater.Category] = base_updater.Category(
+    dynamic=True,
+    paper="Bengio et al., 2013; Zhou et al., 2021",
+    cost="a dense step and one selection, every step",
+  )
+
+
+@dataclasses.dataclass(eq=False)
+class SteRandomPruning(StePruning, pruners.RandomPruning):
+  """Use random weights forward, train all of them: STE's baseline."""
+
+  category: ClassVar[base_updater.Category] = base_updater.Category(
+    needs=frozenset({"random"}),
+    paper="baseline",
+    cost="a dense step, one draw and selection, every step",
+  )

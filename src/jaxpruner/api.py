@@ -1,0 +1,405 @@
+"""The registry of algorithms, and updaters from plain configuration."""
+
+import dataclasses
+import functools
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from jaxpruner import (
+  _tree,
+  algorithms,
+  base_updater,
+  sparsity_distributions,
+  sparsity_schedules,
+  sparsity_types,
+)
+
+_REGISTRY: dict[str, type[base_updater.BaseUpdater]] = {
+  "no_prune": base_updater.NoPruning,
+  "magnitude": algorithms.MagnitudePruning,
+  "random": algorithms.RandomPruning,
+  "saliency": algorithms.SaliencyPruning,
+  "magnitude_ste": algorithms.SteMagnitudePruning,
+  "random_ste": algorithms.SteRandomPruning,
+  "global_magnitude": algorithms.GlobalMagnitudePruning,
+  "global_saliency": algorithms.GlobalSaliencyPruning,
+  "static_sparse": algorithms.StaticRandomSparse,
+  "set": algorithms.SET,
+  "rigl": algorithms.RigL,
+}
+
+_DISTRIBUTIONS = {
+  "uniform": sparsity_distributions.uniform,
+  "erk": sparsity_distributions.erk,
+}
+
+# Spelling -> type. The first group of each pair is the paper's.
+_TYPES = (
+  (r"unstructured", lambda: sparsity_types.Unstructured()),
+  (r"nm_(\d+),(\d+)|(\d+):(\d+)", lambda n, m: sparsity_types.NByM(n, m)),
+  (
+    r"nm_(\d+),(\d+),(-?\d+)",
+    lambda n, m, axis: sparsity_types.NByM(n, m, axis),
+  ),
+  (
+    r"block_(\d+),(\d+)|(\d+)x(\d+)",
+    lambda h, w: sparsity_types.Block((h, w)),
+  ),
+  (
+    r"maxblock_(\d+),(\d+)",
+    lambda h, w: sparsity_types.Block((h, w), use_avg_pooling=False),
+  ),
+  (r"channel_(-?\d+)", lambda axis: sparsity_types.Channel(axis)),
+)
+
+_KEYS = (
+  "algorithm",
+  "dist_type",
+  "sparsity",
+  "update_freq",
+  "update_start_step",
+  "update_end_step",
+  "power",
+  "total_steps",
+  "sparsity_type",
+  "filter_fn",
+  "custom_sparsity_map",
+  "erk_power_scale",
+  "schedule",
+)
+
+_SCHEDULES = {
+  "none": sparsity_schedules.NoUpdateSchedule,
+  "one_shot": sparsity_schedules.OneShotSchedule,
+  "periodic": sparsity_schedules.PeriodicSchedule,
+  "polynomial": sparsity_schedules.PolynomialSchedule,
+}
+
+
+def all_algorithm_names() -> tuple[str, ...]:
+  """Return the names of all registered algorithms."""
+  return tuple(_REGISTRY)
+
+
+def register_algorithm(
+  name: str, algorithm: type[base_updater.BaseUpdater]
+) -> None:
+  """Register an algorithm: configuration, `compare` and docs then know it."""
+  if not isinstance(name, str) or not name:
+    raise ValueError(f"name={name!r} must be a non-empty string")
+  if not (
+    isinstance(algorithm, type)
+    and issubclass(algorithm, base_updater.BaseUpdater)
+  ):
+    raise ValueError(
+      f"algorithm={algorithm!r} must be a subclass of jaxpruner.BaseUpdater"
+    )
+  _REGISTRY[name] = algorithm
+
+
+def algorithm_class(name: str) -> type[base_updater.BaseUpdater]:
+  """Return the class registered under a name."""
+  if name not in _REGISTRY:
+    raise ValueError(
+      f"algorithm={name!r} is not registered; "
+      f"{_tree.nearest(str(name), _REGISTRY)} (register your own with "
+      "jaxpruner.register_algorithm)"
+    )
+  return _REGISTRY[name]
+
+
+def algorithm_category(name: str) -> base_updater.Category:
+  """Return where a registered algorithm stands on the map."""
+  return algorithm_class(name).category
+
+
+def parse_sparsity_type(spec: Any) -> Any:
+  """Return the sparsity type a configuration asks for.
+
+  Takes a type, `"2:4"`, `"nm_2,4"`, `"nm_2,4,-1"` (axis), `"4x4"`,
+  `"block_4,4"`, `"maxblock_4,4"`, `"channel_0"`, `"unstructured"`, a mapping
+  from path or glob to any of these, or a function.
+  """
+  if isinstance(spec, Mapping):
+    return {key: parse_sparsity_type(value) for key, value in spec.items()}
+  if spec is None:
+    return sparsity_types.Unstructured()
+  if not isinstance(spec, str):
+    return spec
+  for pattern, build in _TYPES:
+    found = re.fullmatch(pattern, spec.replace(" ", ""))
+    if found:
+      return build(*(int(g) for g in found.groups() if g is not None))
+  raise ValueError(
+    f"sparsity_type={spec!r} is not understood; write '2:4' or 'nm_2,4' for "
+    "N:M, '4x4' or 'block_4,4' for blocks, 'channel_0' for channels"
+  )
+
+
+def create_updater_from_config(
+  sparsity_config: Mapping[str, Any],
+) -> base_updater.BaseUpdater:
+  """Return the updater a configuration describes.
+
+  Args:
+    sparsity_config: any mapping (dict, `ml_collections.ConfigDict`, parsed
+      YAML, TOML or JSON) with
+
+      - `algorithm`: one of `all_algorithm_names()`,
+      - `sparsity`: fraction removed; N:M types know their own,
+      - `dist_type`: "uniform" or "erk" (with `erk_power_scale`),
+      - `filter_fn`, `custom_sparsity_map`: which leaves, how much,
+      - `sparsity_type`: see `parse_sparsity_type`,
+      - `update_freq`, `update_start_step`, `update_end_step`, `power`: the
+        schedule. Without a start nothing is updated; start = end prunes once;
+        otherwise a ramp. `total_steps` fills in what is missing: gradual
+        pruners work from 25 % to 75 % of training, sparse trainers rewire every
+        100 steps until 75 %. `schedule` ("none", "one_shot", "periodic",
+        "polynomial") overrides the choice,
+      - any further field of the algorithm, such as `drop_fraction`,
+        `rng_seed`, `use_packed_masks`, `skip_gradients`.
+
+  Example:
+    >>> import jaxpruner
+    >>> pruner = jaxpruner.create_updater_from_config(
+    ...   {"algorithm": "rigl", "dist_type": "erk", "sparsity": 0.9,
+    ...    "total_steps": 10_000})
+    >>> pruner.scheduler.update_end_step
+    7500
+  """
+  if not isinstance(sparsity_config, Mapping) and not hasattr(
+    sparsity_config, "items"
+  ):
+    raise ValueError(
+      f"sparsity_config={sparsity_config!r} must be a mapping, such as "
+      '{"algorithm": "magnitude", "sparsity": 0.8}'
+    )
+  config = {
+    key: value
+    for key, value in _plain(sparsity_config).items()
+    if value is not None
+  }
+  if "algorithm" not in config:
+    raise ValueError(
+      "sparsity_config has no 'algorithm'; choose one of "
+      f"{', '.join(_REGISTRY)}"
+    )
+  cls = algorithm_class(config["algorithm"])
+  fields = {
+    f.name
+    for f in dataclasses.fields(cls)
+    if f.name not in ("scheduler", "sparsity_distribution_fn")
+  }
+  for key in config:
+    if key not in fields and key not in _KEYS:
+      raise ValueError(
+        f"sparsity_config key {key!r} is unknown to {config['algorithm']!r}; "
+        f"{_tree.nearest(str(key), fields | set(_KEYS))}"
+      )
+  if cls.category.start == "dense":
+    return cls()
+  kwargs = {key: config[key] for key in config if key in fields}
+  kwargs["sparsity_type"] = parse_sparsity_type(config.get("sparsity_type"))
+  kwargs.update(_distribution(cls, config, kwargs["sparsity_type"], fields))
+  kwargs["scheduler"] = _schedule(cls, config)
+  return cls(**kwargs)
+
+
+def _distribution(cls, config, sparsity_type, fields) -> dict[str, Any]:
+  """Return the arguments that say how much each leaf gives."""
+  name = config.get("dist_type", "uniform")
+  if name not in _DISTRIBUTIONS:
+    raise ValueError(
+      f"dist_type={name!r} is unknown; {_tree.nearest(name, _DISTRIBUTIONS)}"
+    )
+  if "sparsity" in fields:  # a global ranking distributes by itself
+    if "sparsity" not in config:
+      raise ValueError(
+        f"sparsity_config has no 'sparsity'; {config['algorithm']!r} needs the "
+        "fraction to remove, such as 0.8"
+      )
+    return {}
+  options = {
+    key: config[key]
+    for key in ("filter_fn", "custom_sparsity_map")
+    if key in config
+  }
+  if "erk_power_scale" in config:
+    if name != "erk":
+      raise ValueError(
+        f"erk_power_scale={config['erk_power_scale']!r} needs dist_type='erk', "
+        f"not {name!r}"
+      )
+    options["erk_power_scale"] = config["erk_power_scale"]
+  sparsity = config.get("sparsity")
+  if sparsity is None and isinstance(sparsity_type, sparsity_types.NByM):
+    sparsity = sparsity_type.sparsity
+  if sparsity is None:
+    raise ValueError(
+      "sparsity_config has no 'sparsity': say what fraction to remove, such as "
+      "0.8"
+    )
+  sparsity = sparsity_distributions.check_sparsity(sparsity)
+  return {
+    "sparsity_distribution_fn": functools.partial(
+      _DISTRIBUTIONS[name], sparsity=sparsity, **options
+    )
+  }
+
+
+def _schedule(cls, config) -> sparsity_schedules.BaseSchedule:
+  """Return the schedule, its gaps filled from `total_steps`."""
+  start, end = config.get("update_start_step"), config.get("update_end_step")
+  freq = config.get("update_freq")
+  total = config.get("total_steps")
+  if total is not None:
+    if isinstance(total, bool) or not isinstance(total, int) or total < 1:
+      raise ValueError(f"total_steps={total!r} must be a positive integer")
+    if end is None:
+      end = total * 3 // 4
+    if freq is None:
+      # At least ten updates, however short the training.
+      freq = max(1, min(100, end // 10))
+    if start is None:
+      start = min(freq, end) if cls.regrows else min(total // 4, end)
+  if start is None:
+    for key in ("update_end_step", "update_freq", "power"):
+      if key in config:
+        raise ValueError(
+          f"sparsity_config has {key!r} but no 'update_start_step': nothing "
+          "would be updated; give the first step, or 'total_steps'"
+        )
+    return sparsity_schedules.NoUpdateSchedule()
+  kind = config.get("schedule")
+  if kind is None:
+    kind = (
+      "one_shot"
+      if start == end
+      else "periodic"
+      if cls.regrows
+      else "polynomial"
+    )
+  if kind not in _SCHEDULES:
+    raise ValueError(
+      f"schedule={kind!r} is unknown; {_tree.nearest(kind, _SCHEDULES)}"
+    )
+  if kind == "none":
+    return sparsity_schedules.NoUpdateSchedule()
+  if kind == "one_shot":
+    return sparsity_schedules.OneShotSchedule(target_step=start)
+  if freq is None:
+    raise ValueError(
+      "sparsity_config has no 'update_freq': how many steps between updates?"
+    )
+  if kind == "periodic":
+    return sparsity_schedules.PeriodicSchedule(freq, start, end)
+  if end is None:
+    raise ValueError(
+      f"sparsity_config has update_start_step={start!r} but no "
+      "'update_end_step'; give the last step, or 'total_steps'"
+    )
+  return sparsity_schedules.PolynomialSchedule(
+    freq, start, end, config.get("power", 3)
+  )
+
+
+def config_from_updater(updater: base_updater.BaseUpdater) -> dict[str, Any]:
+  """Return the configuration of an updater, ready for JSON.
+
+  `create_updater_from_config(config_from_updater(updater)) == updater`. What
+  JSON cannot hold (a function of your own) is refused.
+  """
+  names = [name for name, cls in _REGISTRY.items() if cls is type(updater)]
+  if not names:
+    raise ValueError(
+      f"{type(updater).__name__} is not registered; call "
+      "jaxpruner.register_algorithm first"
+    )
+  config: dict[str, Any] = {"algorithm": names[0]}
+  if updater.category.start == "dense":
+    return config
+  for field in dataclasses.fields(updater):
+    value = getattr(updater, field.name)
+    if field.name == "sparsity_type":
+      config["sparsity_type"] = _spell_type(value)
+    elif field.name == "scheduler":
+      config.update(_spell_schedule(value))
+    elif field.name == "sparsity_distribution_fn":
+      if value is not base_updater.UNSET:
+        config.update(_spell_distribution(value))
+    elif field.name == "custom_sparsity_map":
+      if value:
+        config[field.name] = _spell_map(value)
+    elif value is not field.default and value != field.default:
+      config[field.name] = _spell_value(field.name, value)
+  return config
+
+
+def _plain(value: Any) -> Any:
+  # A ConfigDict is not a Mapping, but has its methods.
+  if hasattr(value, "items"):
+    return {key: _plain(entry) for key, entry in value.items()}
+  return value
+
+
+def _spell_value(name: str, value: Any) -> Any:
+  if isinstance(value, bool | int | float | str):
+    return value
+  raise ValueError(
+    f"{name}={value!r} cannot be written to JSON; use a plain value, or keep "
+    "the updater in code"
+  )
+
+
+def _spell_map(value: Mapping[Any, Any]) -> dict[str, Any]:
+  return {
+    _tree.join(key) if isinstance(key, tuple) else key: entry
+    for key, entry in value.items()
+  }
+
+
+def _spell_type(kind: Any) -> Any:
+  if isinstance(kind, Mapping):
+    return {k: _spell_type(v) for k, v in _spell_map(kind).items()}
+  match kind:
+    case sparsity_types.Unstructured():
+      return "unstructured"
+    case sparsity_types.NByM(n, m, axis):
+      return f"nm_{n},{m},{axis}"
+    case sparsity_types.Block((height, width), average):
+      return f"{'' if average else 'max'}block_{height},{width}"
+    case sparsity_types.Channel(axis):
+      return f"channel_{axis}"
+  return _spell_value("sparsity_type", kind)
+
+
+def _spell_schedule(scheduler: Any) -> dict[str, Any]:
+  for name, cls in _SCHEDULES.items():
+    if type(scheduler) is cls:
+      break
+  else:
+    return {"schedule": _spell_value("scheduler", scheduler)}
+  if name == "none":
+    return {}
+  if name == "one_shot":
+    step = scheduler.target_step
+    return {"update_start_step": step, "update_end_step": step}
+  config = {"schedule": name, **dataclasses.asdict(scheduler)}
+  return {key: value for key, value in config.items() if value is not None}
+
+
+def _spell_distribution(fn: Any) -> dict[str, Any]:
+  keywords = dict(getattr(fn, "keywords", {}))
+  for name, function in _DISTRIBUTIONS.items():
+    if getattr(fn, "func", None) is function and not fn.args:
+      config = {"dist_type": name}
+      custom = keywords.pop("custom_sparsity_map", None)
+      if custom:
+        config["custom_sparsity_map"] = _spell_map(custom)
+      for key, value in keywords.items():
+        config[key] = _spell_value(key, value)
+      return config
+  return {
+    "sparsity_distribution_fn": _spell_value("sparsity_distribution_fn", fn)
+  }

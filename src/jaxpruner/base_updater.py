@@ -1,0 +1,604 @@
+"""The updater: an Optax wrapper that confines parameters to a sparse set."""
+
+import dataclasses
+import functools
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import jax
+import jax.extend.core
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxpruner import (
+  _tree,
+  mask_calculator,
+  sparsity_distributions,
+  sparsity_schedules,
+  sparsity_types,
+)
+from jaxpruner._state import (
+  Array,
+  Category,
+  Masks,
+  PyTree,
+  SparseState,
+  Sparsities,
+  apply_mask,
+  check_seed,
+  find_state,
+  frozen,
+  params_key,
+  refuse_nan,
+  seed_data,
+)
+
+
+UNSET = functools.partial(sparsity_distributions.uniform, sparsity=0.0)
+
+
+@dataclasses.dataclass(eq=False)
+class BaseUpdater:
+  """Base of all algorithms; a new one defines `calculate_scores`.
+
+  Attributes:
+    scheduler: when masks are updated, and how far the sparsity has come.
+    skip_gradients: whether the optimizer rests on steps that update masks.
+    is_sparse_gradients: whether pruned weights' gradients are zeroed before
+      the optimizer sees them.
+    sparsity_type: the structure of masks: one type, a mapping from path or glob
+      to type, or a function `(names, param) -> type`.
+    sparsity_distribution_fn: `params -> tree of float or None`.
+    rng_seed: int or key; by default derived from the parameters at `init`.
+    use_packed_masks: store 1 bit per weight instead of 8.
+    topk_fn: `(scores, sparsity) -> mask`, instead of a sparsity type.
+  """
+
+  scheduler: Any = sparsity_schedules.NoUpdateSchedule()
+  skip_gradients: bool = False
+  is_sparse_gradients: bool = False
+  sparsity_type: Any = sparsity_types.Unstructured()
+  sparsity_distribution_fn: Callable[..., Sparsities] | None = UNSET
+  rng_seed: Any = None
+  use_packed_masks: bool = False
+  topk_fn: Callable[[Array, Any], Array] | None = None
+
+  category: ClassVar[Category] = Category()
+  # Whether weights under the mask are kept at zero in the parameters.
+  holds_zeros: ClassVar[bool] = True
+  # Whether removed weights may return, and must then find fresh moments.
+  regrows: ClassVar[bool] = False
+
+  def __init_subclass__(cls, **kwargs):
+    super().__init_subclass__(**kwargs)
+    # A plain @dataclass on a user's subclass would replace equality and remove
+    # the hash; names already in the class are left alone.
+    for name in ("__eq__", "__hash__"):
+      if name not in cls.__dict__:
+        setattr(cls, name, getattr(BaseUpdater, name))
+
+  def __post_init__(self):
+    for name in ("is_mask_update_iter", "get_sparsity_at_step"):
+      if not callable(getattr(self.scheduler, name, None)):
+        raise ValueError(
+          f"scheduler={self.scheduler!r} has no method {name}; use one of "
+          "jaxpruner.sparsity_schedules"
+        )
+    for name in ("skip_gradients", "is_sparse_gradients", "use_packed_masks"):
+      if not isinstance(getattr(self, name), bool | np.bool_):
+        raise ValueError(
+          f"{name}={getattr(self, name)!r} must be True or False"
+        )
+    for name in ("sparsity_distribution_fn", "topk_fn"):
+      value = getattr(self, name)
+      if value is not None and not callable(value):
+        raise ValueError(
+          f"{name}={value!r} must be a function, such as functools.partial("
+          "jaxpruner.sparsity_distributions.uniform, sparsity=0.8)"
+          if name == "sparsity_distribution_fn"
+          else f"{name}={value!r} must be a function (scores, sparsity) -> mask"
+        )
+    kinds = self.sparsity_type
+    kinds = kinds.values() if isinstance(kinds, Mapping) else [kinds]
+    for kind in kinds:
+      if isinstance(kind, type) or not (
+        callable(kind) or callable(getattr(kind, "mask", None))
+      ):
+        raise ValueError(
+          f"sparsity_type={kind!r} is not a sparsity type; use one of "
+          "jaxpruner.sparsity_types, such as NByM(2, 4)"
+        )
+    if self.rng_seed is not None:
+      check_seed(self.rng_seed)
+
+  def __eq__(self, other: object) -> bool:
+    if type(self) is not type(other):
+      return NotImplemented
+    return self._fields() == other._fields()
+
+  def __hash__(self) -> int:
+    return hash((type(self), self._fields()))
+
+  def _fields(self) -> tuple[Any, ...]:
+    fields = dataclasses.fields(self)
+    return tuple(frozen(getattr(self, field.name)) for field in fields)
+
+  # --- what an algorithm may override -------------------------------------
+
+  def calculate_scores(
+    self,
+    params: PyTree,
+    sparse_state: SparseState | None = None,
+    grads: PyTree = None,
+  ) -> PyTree:
+    """Return a tree of scores like `params`; the highest are kept."""
+    raise TypeError(
+      f"{type(self).__name__} defines no calculate_scores(params, "
+      "sparse_state=None, grads=None), which says what weights matter"
+    )
+
+  def distribute(self, params: PyTree) -> Sparsities:
+    """Return the sparsity each leaf is heading for."""
+    if self.sparsity_distribution_fn is None:
+      return None
+    return self.sparsity_distribution_fn(params)
+
+  def get_initial_masks(
+    self, params: PyTree, target_sparsities: Sparsities
+  ) -> Masks:
+    """Return the masks training starts with: all ones, unless overridden."""
+    return _tree.map_masks(
+      lambda _, p, s: (
+        None
+        if s is None
+        else _tree.shard_like(
+          jnp.ones_like(p, dtype=mask_calculator.MASK_DTYPE), p
+        )
+      ),
+      params,
+      target_sparsities,
+      name="target_sparsities",
+    )
+
+  def update_state(
+    self, sparse_state: SparseState, params: PyTree, grads: PyTree
+  ) -> SparseState:
+    """Return the state with the masks this step calls for."""
+    scores = self.calculate_scores(
+      params, sparse_state=sparse_state, grads=grads
+    )
+    sparsities = self.sparsities_at(sparse_state, params, sparse_state.count)
+    masks = self.create_masks(scores, sparsities)
+    return self.replace_masks(sparse_state, params, masks, scores)
+
+  def confine(
+    self, updates: PyTree, state: SparseState, params: PyTree
+  ) -> PyTree:
+    """Return updates that leave pruned weights at exactly +0.0.
+
+    The update of a pruned weight is minus the weight, in a dtype wide enough
+    that their sum is exact.
+    """
+    if not self.holds_zeros:
+      return updates
+
+    def confine_leaf(_, param, update, mask):
+      if mask is None:
+        return update
+      dtype = jnp.promote_types(param.dtype, update.dtype)
+      kept = self._unpack(mask, param.shape)
+      return jnp.where(kept, update.astype(dtype), -param.astype(dtype))
+
+    return _tree.map_masks(confine_leaf, params, updates, state.masks)
+
+  def after_update(
+    self, state: SparseState, params: PyTree, updates: PyTree
+  ) -> SparseState:
+    """Return the state after an update; a hook for per-step masks."""
+    del params, updates
+    return state
+
+  def pre_forward_update(self, params: PyTree, opt_state: PyTree) -> PyTree:
+    """Return the parameters the forward pass should see."""
+    del opt_state
+    return params
+
+  def post_gradient_update(self, params: PyTree, opt_state: PyTree) -> PyTree:
+    """Return the parameters with pruned weights at zero; idempotent.
+
+    `wrap_optax` already keeps them there. Call this once after `init`, so that
+    the first forward pass is sparse too, and on parameters the wrapper does not
+    see: averages, target networks.
+    """
+    if not self.holds_zeros:
+      return params
+    return self.apply_masks(params, find_state(opt_state).masks)
+
+  # --- the machinery ------------------------------------------------------
+
+  def wrap_optax(
+    self, inner: optax.GradientTransformation
+  ) -> optax.GradientTransformationExtraArgs:
+    """Return `inner`, confined to the sparse set.
+
+    Make it the outermost transformation: whatever is chained after it can move
+    pruned weights away from zero.
+    """
+    if not (hasattr(inner, "init") and hasattr(inner, "update")):
+      raise ValueError(
+        f"wrap_optax: inner={inner!r} is not an Optax transformation, such as "
+        "optax.adam(1e-3)"
+      )
+    self._say_if_idle()
+    inner = optax.with_extra_args_support(inner)
+
+    def init_fn(params: PyTree) -> SparseState:
+      state = self.init_state(params)
+      inner_state = inner.init(params)
+      self._say_if_moments_stay(inner_state, params, state.masks)
+      return state._replace(inner_state=inner_state)
+
+    def update_fn(updates, state, params=None, **extra):
+      if params is None:
+        raise ValueError(
+          f"{type(self).__name__}.wrap_optax(…).update needs params: call "
+          "tx.update(grads, opt_state, params)"
+        )
+      due = self.scheduler.is_mask_update_iter(state.count)
+      state = self._update_if(due, state, params, updates)
+      if self.is_sparse_gradients:
+        updates = self.apply_masks(updates, state.masks)
+      new_updates, inner_state = inner.update(
+        updates, state.inner_state, params, **extra
+      )
+      if self.skip_gradients and due is not False:
+        new_updates = jax.tree.map(
+          lambda u: jnp.where(due, jnp.zeros_like(u), u), new_updates
+        )
+        inner_state = jax.tree.map(
+          lambda new, old: jnp.where(due, old, new),
+          inner_state,
+          state.inner_state,
+        )
+      if self.regrows:
+        # Every step, in the pass that writes the moments anyway: a conditional
+        # reset on growth would copy the whole optimizer state instead.
+        keep = [
+          None if mask is None else self._unpack(mask, p.shape)
+          for p, mask in zip(
+            jax.tree.leaves(params),
+            _tree.align(params, state.masks),
+            strict=True,
+          )
+        ]
+        inner_state = _tree.pin_moments(
+          inner_state, inner.init(params), params, keep
+        )
+      new_updates = self.confine(new_updates, state, params)
+      state = state._replace(
+        inner_state=inner_state,
+        count=optax.safe_increment(state.count),
+      )
+      return new_updates, self.after_update(state, params, new_updates)
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+  def init_state(self, params: PyTree) -> SparseState:
+    """Return the state of step 0, without an optimizer's."""
+    targets = self.targets(params)
+    self._say_if_zero(targets)
+    key = None
+    if "random" in self.category.needs:
+      key = self._key(params)
+    state = SparseState(
+      masks=None,
+      target_sparsities=_tree.map_masks(
+        lambda _, p, s: None if s is None else jnp.asarray(s, jnp.float32),
+        params,
+        targets,
+      ),
+      count=jnp.zeros([], jnp.int32),
+      key=key,
+    )
+    masks = self.get_initial_masks(params, targets)
+    pruned = sum(s is not None for s in _tree.align(params, targets))
+    return state._replace(
+      masks=self._pack(masks), skipped=jnp.zeros([pruned], jnp.int32)
+    )
+
+  def instant_sparsify(
+    self, params: PyTree, grads: PyTree = None
+  ) -> tuple[PyTree, Masks]:
+    """Prune now, to the target sparsity; return `(params, masks)`."""
+    if self.sparsity_distribution_fn is None:
+      raise ValueError(
+        "instant_sparsify: sparsity_distribution_fn=None says nothing about "
+        "how much to remove; pass functools.partial("
+        "jaxpruner.sparsity_distributions.uniform, sparsity=0.8)"
+      )
+    if "gradients" in self.category.needs and grads is None:
+      raise ValueError(
+        f"instant_sparsify: {type(self).__name__} scores weights by their "
+        "gradients; pass grads="
+      )
+    targets = self.targets(params)
+    scores = self.calculate_scores(params, grads=grads)
+    masks = self.create_masks(scores, targets)
+    return self.apply_masks(params, masks, is_packed=False), self._pack(masks)
+
+  def create_masks(self, scores: PyTree, sparsities: Sparsities) -> Masks:
+    """Return masks that keep the highest scores at the given sparsities."""
+    leaves, treedef = _tree.flatten_with_names(scores)
+    wanted = _tree.align(scores, sparsities, "sparsities")
+    picked = [i for i, s in enumerate(wanted) if s is not None]
+    refuse_nan([leaves[i] for i in picked])
+    kinds = self._types([leaves[i] for i in picked], among=leaves)
+    masks = self._select(
+      kinds,
+      [jnp.asarray(leaves[i][1]) for i in picked],
+      [wanted[i] for i in picked],
+    )
+    result: list[Any] = [None] * len(leaves)
+    for i, mask in zip(picked, masks, strict=True):
+      result[i] = mask
+    return treedef.unflatten(result)
+
+  def _select(self, kinds, scores, sparsities) -> list[Array]:
+    return sparsity_types.create_masks(kinds, scores, sparsities)
+
+  def apply_masks(
+    self, params: PyTree, masks: Masks, is_packed: bool | None = None
+  ) -> PyTree:
+    """Return the parameters with pruned weights at exactly +0.0."""
+    if is_packed is None:
+      is_packed = self.use_packed_masks
+
+    def apply(names, param, mask):
+      try:
+        return apply_mask(param, mask, is_packed)
+      except ValueError as error:
+        raise ValueError(
+          f"params leaf {_tree.join(names)!r}: {error}"
+        ) from None
+
+    return _tree.map_masks(apply, params, masks)
+
+  def targets(self, params: PyTree) -> Sparsities:
+    """Return what `distribute` says, checked leaf by leaf."""
+    leaves, treedef = _tree.flatten_with_names(params)
+    wanted = _tree.align(
+      params, self.distribute(params), "sparsity_distribution_fn"
+    )
+    picked = [i for i, s in enumerate(wanted) if s is not None]
+    kinds = self._types([leaves[i] for i in picked], among=leaves)
+    for i, kind in zip(picked, kinds, strict=True):
+      name = f"params leaf {_tree.join(leaves[i][0])!r}"
+      if not isinstance(wanted[i], jax.Array):
+        wanted[i] = sparsity_distributions.check_sparsity(wanted[i], name)
+      if isinstance(kind, sparsity_types.NByM) and not isinstance(
+        wanted[i], jax.Array
+      ):
+        if self.sparsity_distribution_fn is UNSET:
+          wanted[i] = kind.sparsity  # the structure says it all
+        elif abs(wanted[i] - kind.sparsity) > 1e-6:
+          raise ValueError(
+            f"{name}: sparsity={wanted[i]} contradicts {kind.n}:{kind.m}, "
+            f"which removes exactly {kind.sparsity:g}; ask for that, or change "
+            "n and m"
+          )
+      if hasattr(kind, "check"):
+        kind.check(leaves[i][1].shape, wanted[i], name)
+    return treedef.unflatten(wanted)
+
+  def sparsities_at(
+    self, sparse_state: SparseState, params: PyTree, step: Any
+  ) -> Sparsities:
+    """Return the sparsities in force at a step, as `create_masks` takes them.
+
+    A float32 cannot hold the sparsity of a large leaf, so each comes with the
+    exact target it is heading for.
+    """
+    leaves, treedef = _tree.flatten_with_names(params)
+    stored = _tree.align(params, sparse_state.target_sparsities, "targets")
+    exact = _tree.align(params, self.targets(params), "targets")
+    picked = [i for i, s in enumerate(stored) if s is not None]
+    if not picked:
+      return treedef.unflatten([None] * len(leaves))
+    values = self.scheduler.get_sparsity_at_step(
+      jnp.stack([jnp.asarray(stored[i], jnp.float32) for i in picked]), step
+    )
+    result: list[Any] = [None] * len(leaves)
+    for row, i in enumerate(picked):
+      target = exact[i]
+      result[i] = (
+        mask_calculator.AtStep(values[row], target)
+        if isinstance(target, float)
+        else values[row]
+      )
+    return treedef.unflatten(result)
+
+  def replace_masks(
+    self, state: SparseState, params: PyTree, masks: Masks, *scores: PyTree
+  ) -> SparseState:
+    """Return the state with new masks, but where a score is not finite."""
+    leaves, treedef = _tree.flatten_with_names(params)
+    new = _tree.align(params, masks)
+    old = _tree.align(params, state.masks)
+    columns = [_tree.align(params, tree, "scores") for tree in scores]
+    skipped = []
+    for i, mask in enumerate(new):
+      if mask is None or old[i] is None:
+        new[i] = old[i]
+        continue
+      finite = functools.reduce(
+        jnp.logical_and,
+        [jnp.all(jnp.isfinite(c[i])) for c in columns],
+        jnp.array(True),
+      )
+      packed = self._pack(mask)
+      new[i] = jnp.where(finite, packed, old[i])
+      skipped.append(1 - finite.astype(jnp.int32))
+    return state._replace(
+      masks=treedef.unflatten(new),
+      skipped=state.skipped + jnp.stack(skipped)
+      if skipped and state.skipped is not None
+      else state.skipped,
+    )
+
+  def random_scores(
+    self, params: PyTree, sparse_state: SparseState | None, salt: Any = 0
+  ) -> PyTree:
+    """Return uniform float32 scores that depend on key, path and salt only."""
+    stored = None if sparse_state is None else sparse_state.key
+    data = self._key(params) if stored is None else stored
+    key = jax.random.fold_in(jax.random.wrap_key_data(data), salt)
+    return _tree.map_masks(
+      lambda names, p: (
+        _tree.shard_like(
+          jax.random.uniform(_tree.leaf_key(key, names), p.shape, jnp.float32),
+          p,
+        )
+        if sparsity_distributions.is_floating(p)
+        else p
+      ),
+      params,
+    )
+
+  def _key(self, params: PyTree) -> Array:
+    if self.rng_seed is None:
+      return params_key(params)
+    return seed_data(self.rng_seed)
+
+  def _types(self, leaves, among=None) -> list[Any]:
+    """Return the sparsity type of each `(names, leaf)`."""
+    if self.topk_fn is not None:
+      return [_TopKFn(self.topk_fn)] * len(leaves)
+    kind = self.sparsity_type
+    if isinstance(kind, Mapping):
+      # A pattern must match some leaf, pruned or not.
+      every = [names for names, _ in (leaves if among is None else among)]
+      keys = _tree.match_patterns(kind, every, "sparsity_type")
+      table = dict(zip(every, keys, strict=True))
+      default = sparsity_types.Unstructured()
+      return [
+        default if table[names] is None else kind[table[names]]
+        for names, _ in leaves
+      ]
+    if callable(getattr(kind, "mask", None)):
+      return [kind] * len(leaves)
+    return [kind(names, leaf) for names, leaf in leaves]
+
+  def _pack(self, masks: Masks) -> Masks:
+    if not self.use_packed_masks:
+      return masks
+    return jax.tree.map(mask_calculator.pack_mask, masks)
+
+  def _unpack(self, mask: Array, shape: tuple[int, ...]) -> Array:
+    if not self.use_packed_masks:
+      return mask
+    return mask_calculator.unpack_mask(mask, shape)
+
+  def _update_if(self, due, state, params, grads) -> SparseState:
+    """Update the state when due; the conditional carries only what changes."""
+    if due is False:
+      return state
+    leaves, treedef = jax.tree.flatten(state)
+    closed, shape = jax.make_jaxpr(self.update_state, return_shape=True)(
+      state, params, grads
+    )
+    if jax.tree.structure(shape) != treedef:
+      raise ValueError(
+        f"{type(self).__name__}.update_state must return a SparseState of the "
+        f"structure it was given; got {jax.tree.structure(shape)}, not "
+        f"{treedef}"
+      )
+    jaxpr = closed.jaxpr
+    changed = [
+      i for i, out in enumerate(jaxpr.outvars) if out is not jaxpr.invars[i]
+    ]
+    if not changed:
+      return state
+    arguments = jax.tree.leaves((state, params, grads))
+
+    def updated():
+      outs = jax.extend.core.jaxpr_as_fun(closed)(*arguments)
+      return [outs[i] for i in changed]
+
+    new = jax.lax.cond(due, updated, lambda: [leaves[i] for i in changed])
+    for i, value in zip(changed, new, strict=True):
+      leaves[i] = value
+    return treedef.unflatten(leaves)
+
+  def _say_if_idle(self) -> None:
+    name = type(self).__name__
+    if (
+      isinstance(self.scheduler, sparsity_schedules.NoUpdateSchedule)
+      and self.holds_zeros
+      and (self.category.start == "dense-to-sparse" or self.regrows)
+    ):
+      warnings.warn(
+        f"{name} will never change its masks: its scheduler is "
+        "NoUpdateSchedule; pass scheduler=jaxpruner.sparsity_schedules."
+        + ("PeriodicSchedule(…)" if self.regrows else "PolynomialSchedule(…)"),
+        stacklevel=3,
+      )
+
+  def _say_if_zero(self, targets: Sparsities) -> None:
+    wanted = jax.tree.leaves(targets)
+    if wanted and all(isinstance(s, float) and s == 0 for s in wanted):
+      warnings.warn(
+        f"{type(self).__name__} will never prune: its target sparsity is 0; "
+        "pass sparsity_distribution_fn=functools.partial("
+        "jaxpruner.sparsity_distributions.uniform, sparsity=0.8)",
+        stacklevel=4,
+      )
+
+  def _say_if_moments_stay(self, inner_state, params, masks) -> None:
+    if not self.regrows:
+      return
+    stay = _tree.unmatched_moments(
+      inner_state, params, _tree.align(params, masks)
+    )
+    if stay:
+      warnings.warn(
+        f"{type(self).__name__}: the optimizer keeps factored statistics "
+        f"({stay[0]} and {len(stay) - 1} more) that belong to no single weight; "
+        "they are not reset when a weight grows",
+        stacklevel=3,
+      )
+
+
+@dataclasses.dataclass(frozen=True)
+class _TopKFn:
+  """A user's function in the place of a sparsity type."""
+
+  fn: Callable[[Array, Any], Array]
+
+  def mask(self, scores: Array, sparsity: Any) -> Array:
+    return self.fn(scores, sparsity)
+
+
+@dataclasses.dataclass(eq=False)
+class NoPruning(BaseUpdater):
+  """Keep everything: bit for bit the wrapped optimizer."""
+
+  sparsity_distribution_fn: Callable[..., Sparsities] | None = None
+
+  category: ClassVar[Category] = Category(
+    when="during", start="dense", cost="none"
+  )
+  holds_zeros: ClassVar[bool] = False
+
+  def calculate_scores(self, params, sparse_state=None, grads=None):
+    del sparse_state, grads
+    return params
+
+  def update_state(self, sparse_state, params, grads):
+    del params, grads
+    return sparse_state
+
+  def instant_sparsify(self, params, grads=None):
+    del grads
+    return params, jax.tree.map(lambda _: None, params)

@@ -1,0 +1,127 @@
+"""Schedules: when are masks updated, and how far along is the sparsity?
+
+A schedule of your own is a frozen dataclass with the two methods of
+`BaseSchedule`. Both take a step that may be traced.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax.numpy as jnp
+
+
+def _step(owner: Any, argument: str, value: Any, least: int = 0) -> None:
+  if isinstance(value, bool) or not isinstance(value, int) or value < least:
+    raise ValueError(
+      f"{type(owner).__name__}: {argument}={value!r} must be an integer of at "
+      f"least {least}"
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class BaseSchedule:
+  """The two questions every schedule answers."""
+
+  def is_mask_update_iter(self, step: Any) -> Any:
+    """Tell whether masks are updated at this step."""
+    del step
+    return False
+
+  def get_sparsity_at_step(self, target_sparsities: Any, step: Any) -> Any:
+    """Return the sparsities (a number or an array) in force at this step."""
+    del step
+    return target_sparsities
+
+
+@dataclasses.dataclass(frozen=True)
+class NoUpdateSchedule(BaseSchedule):
+  """Never update the masks."""
+
+
+@dataclasses.dataclass(frozen=True)
+class OneShotSchedule(BaseSchedule):
+  """Update once, at `target_step`: dense before, the target from then on."""
+
+  target_step: int = 0
+
+  def __post_init__(self):
+    _step(self, "target_step", self.target_step)
+
+  def is_mask_update_iter(self, step: Any) -> Any:
+    return jnp.equal(step, self.target_step)
+
+  def get_sparsity_at_step(self, target_sparsities: Any, step: Any) -> Any:
+    target = jnp.asarray(target_sparsities, jnp.float32)
+    return jnp.where(jnp.less(step, self.target_step), 0, target)
+
+
+@dataclasses.dataclass(frozen=True)
+class PeriodicSchedule(BaseSchedule):
+  """Update every `update_freq` steps from start to end, and at the end.
+
+  The update at `update_end_step` happens whether or not `update_freq` divides
+  the interval; `None` means for ever.
+  """
+
+  update_freq: int = 100
+  update_start_step: int = 0
+  update_end_step: int | None = None
+
+  def __post_init__(self):
+    _step(self, "update_freq", self.update_freq, least=1)
+    _step(self, "update_start_step", self.update_start_step)
+    if self.update_end_step is not None:
+      _step(self, "update_end_step", self.update_end_step)
+      if self.update_end_step < self.update_start_step:
+        raise ValueError(
+          f"{type(self).__name__}: update_end_step={self.update_end_step} "
+          f"comes before update_start_step={self.update_start_step}"
+        )
+
+  def is_mask_update_iter(self, step: Any) -> Any:
+    elapsed = jnp.subtract(step, self.update_start_step)
+    due = (elapsed >= 0) & (elapsed % self.update_freq == 0)
+    if self.update_end_step is None:
+      return due
+    end = self.update_end_step
+    return (due & jnp.less(step, end)) | jnp.equal(step, end)
+
+
+@dataclasses.dataclass(frozen=True)
+class PolynomialSchedule(PeriodicSchedule):
+  """Raise the sparsity along a polynomial (Zhu & Gupta, 2017).
+
+  `s(t) = S · (1 - (1 - (t - start)/(end - start))^power)`: 0 at the start,
+  exactly the target `S` from the end on, never falling. `power=3` is the
+  paper's cubic, `power=1` a straight line.
+  """
+
+  power: float = 3
+
+  def __post_init__(self):
+    super().__post_init__()
+    if self.update_end_step is None:
+      raise ValueError(
+        "PolynomialSchedule: update_end_step=None; a ramp needs the step at "
+        "which it reaches its target"
+      )
+    if (
+      isinstance(self.power, bool)
+      or not isinstance(self.power, int | float)
+      or not 0 < self.power < math.inf
+    ):
+      raise ValueError(
+        f"PolynomialSchedule: power={self.power!r} must be a positive number"
+      )
+
+  def get_sparsity_at_step(self, target_sparsities: Any, step: Any) -> Any:
+    target = jnp.asarray(target_sparsities, jnp.float32)
+    start, end = self.update_start_step, self.update_end_step
+    assert end is not None  # for the type checker: __post_init__ refuses it
+    step = jnp.asarray(step)
+    left = (end - step).astype(jnp.float32) / max(end - start, 1)
+    ramp = target * (1 - jnp.clip(left, 0, 1) ** self.power)
+    # Rounding must neither overshoot the target nor miss it at the end.
+    ramp = jnp.where(jnp.less_equal(step, start), 0, jnp.minimum(ramp, target))
+    return jnp.where(jnp.greater_equal(step, end), target, ramp)
