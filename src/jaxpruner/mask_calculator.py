@@ -1,28 +1,294 @@
-"""Exact top-k masks (first version, by sorting)."""
+"""Exact masks from scores, without sorting.
+
+The functions here turn scores into masks of exactly the wanted number of
+ones, the same as a stable sort would give: larger scores win, among equals
+the lower row-major index, NaN loses against every number. They work under
+`jit`, `vmap`, `scan`, `shard_map` and on sharded arrays.
+"""
+
 import fractions
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from jaxpruner import _selection
+from jaxpruner._placement import on_one_device
 
 MASK_DTYPE = jnp.uint8
 
+Scores: TypeAlias = Array | Callable[[], Array]
 
-def num_ones(size, sparsity):
+
+class AtStep(NamedTuple):
+  """A scheduled sparsity: its value now, and the target it ends at."""
+
+  value: Array
+  target: float
+
+
+def _exact_ones(size: int, sparsity: float) -> int:
+  sparsity = float(sparsity)
+  if not 0 <= sparsity < 1:
+    raise ValueError(
+      f"sparsity must be at least 0 and below 1, got {sparsity}; it is the "
+      "fraction removed, so write 0.9 to keep one weight in ten"
+    )
+  kept = round(size * (1 - fractions.Fraction(sparsity)))
+  return min(size, max(1, kept))
+
+
+def _traced_ones(size: int, sparsity: Array) -> Array:
+  """`round_half_even(size * (1 - sparsity))` in 32-bit words.
+
+  A float32 is `mantissa / 2**shift`; size * mantissa takes 56 bits, of which
+  a float32 product would keep 24.
+  """
+  word = jnp.uint32
+  bits = lax.bitcast_convert_type(jnp.clip(sparsity, 0, 1), word)
+  exponent = bits >> 23
+  mantissa = jnp.where(exponent > 0, (bits & 0x7FFFFF) | 0x800000, 0)
+  # Beyond 57 the product is below one half, whatever the size.
+  shift = jnp.minimum(word(150) - exponent, 57)
+
+  low, high = jnp.zeros_like(bits), jnp.zeros_like(bits)
+  for i, part in enumerate((mantissa & 0xFFF, mantissa >> 12)):
+    for j, half in enumerate((size & 0xFFFF, size >> 16)):
+      product, by = part * word(half), 12 * i + 16 * j  # below 2**28
+      low = low + (product << by)
+      carry = (low < (product << by)).astype(word)
+      high = high + carry + (product >> (32 - by) if by else 0)
+
+  def shifted(by):
+    near = (low >> by) | (high << (32 - by))
+    return jnp.where(by < 32, near, high >> (by - 32))
+
+  removed, below = shifted(shift), shift - 1
+  half = (shifted(below) & 1) == 1
+  under = jnp.minimum(below, 31)
+  rest = (low & ((word(1) << under) - 1)) != 0
+  rest |= (below > 31) & ((low >> 31) != 0)
+  over = jnp.maximum(below, 32) - 32
+  rest |= (high & ((word(1) << over) - 1)) != 0
+  ones = word(size) - removed
+  # The fraction is taken away, so it rounds down from above one half.
+  ones -= (half & (rest | ((ones & 1) == 1))).astype(word)
+  ones = jnp.maximum(ones, word(min(size, 1)))
+  return ones.astype(jnp.int32) if size < 1 << 31 else ones
+
+
+def num_ones(size: int, sparsity: Any) -> int | Array:
+  """Return how many of `size` weights a sparsity keeps.
+
+  `max(1, round_half_even(size * (1 - sparsity)))` in exact arithmetic, of the
+  very value the float holds; 0 only when there are no weights.
+
+  Args:
+    size: number of weights, below 2**32.
+    sparsity: fraction removed: a Python or NumPy float, a (traced) float32,
+      bfloat16 or float16 scalar, or `AtStep`, which gives the target's own
+      count from the moment its value reaches the target.
+
+  Returns:
+    An int, or an int32 scalar (uint32 from 2**31 weights) if traced.
+
+  >>> num_ones(10, 0.25)  # 7.5 rounds to the even neighbour
+  8
+  """
+  if not 0 <= size < 1 << 32:
+    raise ValueError(f"size must be at least 0 and below 2**32, got {size}")
+  if isinstance(sparsity, AtStep):
+    exact = _exact_ones(size, sparsity.target)
+    now = jnp.asarray(sparsity.value, jnp.float32)
+    ones = jnp.maximum(_traced_ones(size, now), exact)
+    return jnp.where(now >= np.float32(sparsity.target), exact, ones)
   if isinstance(sparsity, jax.Array):
-    return jnp.maximum(1, jnp.round(size * (1 - sparsity)).astype(jnp.int32))
-  return max(1, round(size * (1 - fractions.Fraction(float(sparsity)))))
+    return _traced_ones(size, sparsity.astype(jnp.float32))
+  return _exact_ones(size, sparsity)
 
 
-def topk_masks(scores, ones, *, together=False):
-  scores = [s() if callable(s) else s for s in scores]
-  flat = [s.reshape(-1) for s in scores]
+def _as_leaf(scores: Scores) -> _selection.Leaf:
+  if callable(scores):
+    # What the thunk closes over becomes the leaf's inputs, so that every pass
+    # can evaluate it anew from them.
+    recipe = jax.make_jaxpr(scores)()
+    (aval,) = recipe.out_avals
+    inputs, run = tuple(recipe.consts), recipe.jaxpr
+    score = lambda *inputs: jax.core.eval_jaxpr(run, inputs)[0]
+  else:
+    aval = scores = jnp.asarray(scores)
+    inputs, score = (scores,), lambda x: x
+  dtype = jnp.dtype(aval.dtype)
+  if jnp.issubdtype(dtype, jnp.complexfloating):
+    raise ValueError(f"scores of dtype {dtype} have no order; take jnp.abs")
+  if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize == 1:
+    inner, dtype = score, jnp.dtype(jnp.bfloat16)
+    score = lambda *inputs: inner(*inputs).astype(jnp.bfloat16)
+  if aval.size >= 1 << 32:
+    raise ValueError(
+      f"scores of shape {aval.shape} have 2**32 elements or more; split them"
+    )
+  return _selection.Leaf(score, inputs, aval.shape, dtype)
+
+
+def _cast_leaf(leaf: _selection.Leaf, dtype) -> _selection.Leaf:
+  score = lambda *inputs: leaf.score(*inputs).astype(dtype)
+  return leaf._replace(score=score, dtype=jnp.dtype(dtype))
+
+
+def topk_masks(
+  scores: Sequence[Scores],
+  ones: Any,
+  *,
+  together: bool = False,
+) -> list[Array]:
+  """Keep the largest scores of each leaf, or of all leaves together.
+
+  Exactly as many ones as asked for; among equal scores the earlier leaf and
+  the lower row-major index win; NaN ranks below every number.
+
+  Args:
+    scores: arrays, or functions of no arguments that return the scores of a
+      leaf as an elementwise expression of arrays they close over (|w|, |w g|).
+      These are evaluated inside the passes and never stored.
+    ones: how many to keep, per leaf; with `together` one number for all.
+      Ints or int32 scalars.
+    together: rank all leaves in one order (global pruning).
+
+  Returns:
+    uint8 masks, 1 = kept, shaped as the scores.
+
+  >>> topk_masks([jnp.array([3.0, 1.0, 3.0, 3.0])], [2])[0].tolist()
+  [1, 0, 1, 0]
+  """
+  leaves = [_as_leaf(s) for s in scores]
   if together:
-    flat, ones = [jnp.concatenate(flat)], [ones]
-  out = []
-  for f, k in zip(flat, ones):
-    order = jnp.argsort(f, descending=True, stable=True)
-    rank = jnp.zeros(f.size, jnp.int32).at[order].set(jnp.arange(f.size))
-    out.append((rank < k).astype(MASK_DTYPE))
-  if together:
-    cuts = [int(c) for c in __import__("numpy").cumsum([s.size for s in scores])[:-1]]
-    out = jnp.split(out[0], cuts)
-  return [m.reshape(s.shape) for m, s in zip(out, scores)]
+    ones = [ones]
+    if leaves:
+      common = jnp.result_type(*(leaf.dtype for leaf in leaves))
+      leaves = [
+        leaf if leaf.dtype == common else _cast_leaf(leaf, common)
+        for leaf in leaves
+      ]
+  elif len(ones) != len(leaves):
+    raise ValueError(
+      f"ones has {len(ones)} counts for {len(leaves)} leaves; give one count "
+      "per leaf, or together=True for one count over all"
+    )
+  masks: list[Array | None] = [None] * len(leaves)
+  wide = lambda leaf: jnp.dtype(leaf.dtype).itemsize == 8
+  for kind in sorted({wide(leaf) for leaf in leaves}):
+    ids = [
+      i for i, leaf in enumerate(leaves) if leaf.size and wide(leaf) == kind
+    ]
+    if not ids:
+      continue
+    chosen = [leaves[i] for i in ids]
+    counts = ones if together else [ones[i] for i in ids]
+    for i, mask in zip(ids, _select(chosen, counts, together), strict=True):
+      masks[i] = mask
+  return [
+    jnp.zeros(leaf.shape, MASK_DTYPE) if mask is None else mask
+    for leaf, mask in zip(leaves, masks, strict=True)
+  ]
+
+
+def _select(leaves, ones, together: bool) -> list[Array]:
+  sizes = [leaf.size for leaf in leaves]
+  sizes = [sum(sizes)] if together else sizes
+  if sum(sizes) >= 1 << 32 and together:
+    raise ValueError(
+      "scores ranked together have 2**32 elements or more; rank them in parts"
+    )
+  limit = np.array(sizes, np.uint32)
+  ones = [jnp.clip(jnp.asarray(k), 0).astype(jnp.uint32) for k in ones]
+  ones = jnp.minimum(jnp.stack(ones), limit)
+  inputs = [leaf.inputs for leaf in leaves]
+  inputs, ones = lax.stop_gradient((inputs, ones))
+
+  def run(method):
+    def masks(inputs, ones):
+      filled = [
+        leaf._replace(inputs=tuple(x))
+        for leaf, x in zip(leaves, inputs, strict=True)
+      ]
+      return method(filled, ones, together=together, dtype=MASK_DTYPE)
+
+    return masks
+
+  shapes = [jax.ShapeDtypeStruct(leaf.shape, MASK_DTYPE) for leaf in leaves]
+  return on_one_device(
+    run(_selection.by_rows), run(_selection.by_mesh), shapes, inputs, ones
+  )
+
+
+def topk_mask_calculator(scores: Array, sparsity: Any) -> Array:
+  """Keep the largest `num_ones(scores.size, sparsity)` scores.
+
+  >>> topk_mask_calculator(jnp.array([1.0, 3.0, 2.0, 0.0]), 0.5).tolist()
+  [0, 1, 1, 0]
+  """
+  scores = jnp.asarray(scores)
+  return topk_masks([scores], [num_ones(scores.size, sparsity)])[0]
+
+
+def n_by_m_mask(scores: Array, n: int, m: int, axis: int = -2) -> Array:
+  """Keep the `n` largest of every `m` consecutive scores along `axis`.
+
+  Among equals the lower index along `axis` wins.
+
+  >>> n_by_m_mask(jnp.array([1.0, 4.0, 3.0, 2.0]), 2, 4, axis=0).tolist()
+  [0, 1, 1, 0]
+  """
+  scores = jnp.asarray(scores)
+  if not 0 < n <= m:
+    raise ValueError(f"n:m needs 0 < n <= m, got n={n}, m={m}")
+  axis = range(scores.ndim)[axis]
+  length = scores.shape[axis]
+  if length % m:
+    raise ValueError(
+      f"axis {axis} of scores {scores.shape} has length {length}, not "
+      f"divisible by m={m}; pad it, choose another axis, or leave it dense"
+    )
+  split = (*scores.shape[:axis], length // m, m, *scores.shape[axis + 1 :])
+  image = _selection.image(scores).reshape(split)
+  take = lambda i: lax.index_in_dim(image, i, axis + 1, keepdims=False)
+  group = [take(i) for i in range(m)]
+  # An entry's rank is the number of entries that beat it.
+  beats = lambda i, j: group[i] >= group[j] if i < j else group[i] > group[j]
+  kept = []
+  for j in range(m):
+    rank = sum(beats(i, j).astype(MASK_DTYPE) for i in range(m) if i != j)
+    kept.append(
+      jnp.asarray(rank < n, MASK_DTYPE) | jnp.zeros_like(group[j], MASK_DTYPE)
+    )
+  return jnp.stack(kept, axis + 1).reshape(scores.shape)
+
+
+def pack_mask(mask: Array) -> Array:
+  """Store a mask at one bit per weight, as `numpy.packbits` orders them.
+
+  >>> pack_mask(jnp.array([1, 0, 1], MASK_DTYPE)).tolist()
+  [160]
+  """
+  return jnp.packbits(mask.astype(jnp.bool_).reshape(-1))
+
+
+def unpack_mask(packed: Array, shape: tuple[int, ...]) -> Array:
+  """Return the uint8 mask of `shape` that `pack_mask` stored.
+
+  >>> unpack_mask(jnp.array([160], MASK_DTYPE), (3,)).tolist()
+  [1, 0, 1]
+  """
+  size = math.prod(shape)
+  bits = (packed[:, None] >> np.arange(7, -1, -1, dtype=np.uint8)) & 1
+  return bits.reshape(-1)[:size].reshape(shape)
+
+
+def get_topk_fn(sparsity_type: Any) -> Callable[..., Array]:
+  """Return the `(scores, sparsity) -> mask` function of a sparsity type."""
+  return sparsity_type.mask

@@ -1,0 +1,90 @@
+"""Choose between two formulations by where the program will run.
+
+Whether arrays are sharded is unknown while a function is traced under an
+`Auto` mesh: the partitioner decides later. It is known when the program is
+lowered for its devices, so the choice is made there, by a primitive.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax import Array
+from jax.extend import core
+from jax.interpreters import batching, mlir
+
+_choice_p = core.Primitive("jaxpruner_choice")
+_choice_p.multiple_results = True
+
+
+def _is_partitioned(context) -> bool:
+  """Whether the lowered program is split over devices by the partitioner."""
+  manual = getattr(context, "manual_axes", None)
+  if manual is not None:
+    return set(manual) != set(context.mesh.axis_names)
+  return getattr(context, "num_devices", 2) > 1
+
+
+def _lower(ctx, *args, local, partitioned, shapes):
+  del shapes
+  split = _is_partitioned(ctx.module_context.axis_context)
+  fun = partitioned if split else local
+  return mlir.lower_fun(fun, multiple_results=True)(ctx, *args)
+
+
+def _batch(args, dims, *, local, partitioned, shapes):
+  (size,) = {x.shape[d] for x, d in zip(args, dims) if d is not None}
+  dims = tuple(dims)
+  out = _choice_p.bind(
+    *args,
+    local=jax.vmap(local, dims),
+    partitioned=jax.vmap(partitioned, dims),
+    shapes=tuple(((size, *shape), dtype) for shape, dtype in shapes),
+  )
+  return out, [0] * len(out)
+
+
+def _evaluate(*args, local, partitioned, shapes):
+  del shapes
+  split = any(len(x.sharding.device_set) > 1 for x in args)
+  return jax.jit(partitioned if split else local)(*args)
+
+
+_choice_p.def_impl(_evaluate)
+_choice_p.def_abstract_eval(
+  lambda *args, local, partitioned, shapes: [
+    jax.core.ShapedArray(shape, dtype) for shape, dtype in shapes
+  ]
+)
+mlir.register_lowering(_choice_p, _lower)
+batching.primitive_batchers[_choice_p] = _batch
+
+
+def on_one_device(
+  local: Callable[..., list[Array]],
+  partitioned: Callable[..., list[Array]],
+  shapes: Any,
+  *args: Any,
+) -> list[Array]:
+  """Return `local(*args)`, or `partitioned(*args)` where arrays are sharded.
+
+  Args:
+    local: for a program that runs on one device, or inside `shard_map`.
+    partitioned: the same function, in operations that the partitioner splits
+      without gathering.
+    shapes: `jax.ShapeDtypeStruct`s of the results, a list.
+    *args: pytrees of arrays.
+  """
+  flat, treedef = jax.tree.flatten(args)
+  types = [jax.typeof(x) for x in flat]
+  if any(getattr(t, "vma", None) for t in types):
+    return local(*args)
+  if any(axis is not None for t in types for axis in t.sharding.spec):
+    return partitioned(*args)
+  unflatten = treedef.unflatten
+  return _choice_p.bind(
+    *flat,
+    local=lambda *x: local(*unflatten(x)),
+    partitioned=lambda *x: partitioned(*unflatten(x)),
+    shapes=tuple((s.shape, s.dtype) for s in shapes),
+  )
