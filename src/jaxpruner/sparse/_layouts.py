@@ -341,6 +341,7 @@ def write(
   *,
   layout: str = "packed",
   metadata: Mapping[str, Any] | None = None,
+  progress: Callable[[list[Tensor]], Iterable[Tensor]] = iter,
 ) -> None:
   """Write a model file, asking `read` for one tensor at a time.
 
@@ -351,6 +352,7 @@ def write(
     layout: "packed", "dense" or "sparse-bitmask".
     metadata: what else to keep: JSON values, or strings only outside
       "packed".
+    progress: yields the tensors it is given, and may tell about it.
   """
   if layout not in LAYOUTS:
     raise ValueError(f"layout={layout!r} is not one of {LAYOUTS}")
@@ -380,7 +382,7 @@ def write(
     reserved = {_KEY: _manifest(hashed, metadata), _DIGEST: "0" * 64}
   with st.Writer(path, largest, reserved) as writer:
     done = []
-    for tensor in ordered:
+    for tensor in progress(ordered):
       encoded, parts = _encode(tensor, read(tensor.name), layout)
       for name, part in zip(_parts(encoded), parts, strict=True):
         if name in writer.entries:

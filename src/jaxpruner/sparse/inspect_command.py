@@ -1,0 +1,144 @@
+"""`jaxpruner inspect FILE`: how sparse a file is, and in which structure."""
+
+import argparse
+import sys
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxpruner.sparse import _layouts, structure
+from jaxpruner.sparse._progress import track
+from jaxpruner.sparse._safetensors import FileFormatError
+from jaxpruner.sparse._table import size, table
+
+_PICTURES = 12  # tensors drawn; more would be too small to see
+_PIXELS = 64
+
+
+class Row(NamedTuple):
+  """What one tensor of a file is."""
+
+  tensor: _layouts.Tensor
+  kept: int
+  structure: str
+  packed: int
+  picture: np.ndarray
+
+  @property
+  def sparsity(self) -> float:
+    return 1 - self.kept / max(self.tensor.size, 1)
+
+
+def _density(mask: np.ndarray) -> np.ndarray:
+  """Shrink a mask to a small picture of densities."""
+  matrix = mask.reshape(-1, mask.shape[-1]) if mask.ndim else mask[None, None]
+  for axis in (0, 1):
+    edges = np.unique(
+      np.linspace(0, matrix.shape[axis], _PIXELS, endpoint=False).astype(int)
+    )
+    counts = np.diff(edges, append=matrix.shape[axis])
+    total = np.add.reduceat(matrix, edges, axis, dtype=np.float32)
+    matrix = total / (counts[:, None] if axis == 0 else counts)
+  return matrix
+
+
+def look(file: _layouts.SparseFile, tensor: _layouts.Tensor) -> Row:
+  """Measure one tensor."""
+  array, mask = file.read(tensor.name)
+  # -0.0 counts as zero for the eye, but is kept in a file.
+  kept = np.asarray(array != 0) if mask is None else mask.astype(np.bool_)
+  stored = int(_layouts.keep(array, mask).sum())
+  packed = _layouts.packed_bytes(tensor, stored)
+  if mask is None:
+    packed = min(packed, array.nbytes)
+  picture = _density(kept) if kept.size else np.zeros((1, 1))
+  return Row(tensor, int(kept.sum()), structure.describe(kept), packed, picture)
+
+
+def inspect(path: str) -> tuple[str, list[Row]]:
+  """Return the layout of a file and a row for each of its tensors."""
+  with _layouts.SparseFile(path) as file:
+    tensors = track(file.tensors.values(), "inspecting")
+    return file.layout, [look(file, t) for t in tensors]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+  parser.add_argument("file", help="a .safetensors file of any layout")
+  parser.add_argument(
+    "--plot", metavar="PICTURE", help="also draw sparsities and masks (PNG, …)"
+  )
+
+
+def run(args: argparse.Namespace) -> int:
+  try:
+    layout, rows = inspect(args.file)
+  except (FileFormatError, OSError) as e:
+    print(e, file=sys.stderr)
+    return 1
+  cells = [
+    (
+      row.tensor.name,
+      "x".join(map(str, row.tensor.shape)) or "scalar",
+      str(row.tensor.dtype),
+      f"{100 * row.sparsity:.2f} %",
+      row.structure,
+      size(row.tensor.stored_bytes),
+      size(row.packed),
+    )
+    for row in rows
+  ]
+  head = (
+    "tensor",
+    "shape",
+    "dtype",
+    "sparsity",
+    "structure",
+    "bytes",
+    "packed",
+  )
+  print(table(head, cells))
+  weights = sum(row.tensor.size for row in rows)
+  kept = sum(row.kept for row in rows)
+  dense = sum(row.tensor.size * row.tensor.dtype.itemsize for row in rows)
+  print(
+    f"\n{len(rows)} tensors ({layout}), {weights:,} weights, {kept:,} kept: "
+    f"sparsity {100 * (1 - kept / max(weights, 1)):.2f} %\n"
+    f"dense {size(dense)}, now "
+    f"{size(sum(row.tensor.stored_bytes for row in rows))}, packed "
+    f"{size(sum(row.packed for row in rows))}"
+  )
+  if args.plot:
+    _plot(rows, args.plot)
+    print(f"picture: {args.plot}")
+  return 0
+
+
+def _plot(rows: list[Row], path: str) -> None:
+  try:
+    from matplotlib import figure
+  except ImportError as e:
+    raise SystemExit(
+      "--plot needs matplotlib: pip install 'jaxpruner[compare]'"
+    ) from e
+  shown = [row for row in rows if len(row.tensor.shape) > 1 and row.tensor.size]
+  sparse = sorted(
+    (row for row in shown if 0 < row.kept < row.tensor.size),
+    key=lambda row: -row.tensor.size,
+  )[:_PICTURES]
+  height = max(3.0, 0.18 * len(shown), 2.2 * -(-len(sparse) // 3))
+  fig = figure.Figure(figsize=(15, height), layout="constrained")
+  spec = fig.add_gridspec(int(height / 2.2), 5)
+  bars = fig.add_subplot(spec[:, :2])
+  bars.barh(
+    [row.tensor.name for row in shown], [100 * row.sparsity for row in shown]
+  )
+  bars.invert_yaxis()
+  bars.margins(y=0.01)
+  bars.set(xlim=(0, 100), xlabel="sparsity, %")
+  bars.tick_params("y", labelsize=7)
+  for i, row in enumerate(sparse):
+    axes = fig.add_subplot(spec[i // 3, 2 + i % 3])
+    axes.imshow(row.picture, vmin=0, cmap="gray_r", aspect="auto")
+    axes.set_title(f"{row.tensor.name}\n{row.structure}", fontsize=6)
+    axes.set(xticks=[], yticks=[])
+  fig.savefig(path, dpi=120)

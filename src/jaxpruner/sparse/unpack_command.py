@@ -1,0 +1,12 @@
+"""`jaxpruner unpack FILE -o OUT`: store a file dense again."""
+
+import argparse
+
+from jaxpruner.sparse import pack_command
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+  pack_command.add_arguments(parser, layout="dense")
+
+
+run = pack_command.run
