@@ -5,9 +5,11 @@ A schedule of your own is a frozen dataclass with the two methods of
 """
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 
@@ -120,8 +122,17 @@ class PolynomialSchedule(PeriodicSchedule):
     start, end = self.update_start_step, self.update_end_step
     assert end is not None  # for the type checker: __post_init__ refuses it
     step = jnp.asarray(step)
-    left = (end - step).astype(jnp.float32) / max(end - start, 1)
-    ramp = target * (1 - jnp.clip(left, 0, 1) ** self.power)
+    # A product: in `jit` a division by a constant is turned into one.
+    left = (end - step).astype(jnp.float32) * (1 / max(end - start, 1))
+    ramp = target * (1 - _power(jnp.maximum(left, 0), self.power))
     # Rounding must neither overshoot the target nor miss it at the end.
     ramp = jnp.where(jnp.less_equal(step, start), 0, jnp.minimum(ramp, target))
     return jnp.where(jnp.greater_equal(step, end), target, ramp)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _power(left: jax.Array, power: float) -> jax.Array:
+  # The same last bit inside and outside `jit`, which may decide a mask: the
+  # exponent is a constant in both, and the minimum keeps the compiler from
+  # fusing this product and the subtraction after it into one rounding.
+  return jnp.minimum(left**power, 1)
