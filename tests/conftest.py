@@ -6,9 +6,7 @@ import tempfile
 
 # Must be set before JAX starts its backend.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ.setdefault(
-  "XLA_FLAGS", "--xla_force_host_platform_device_count=8"
-)
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 os.environ.setdefault(
   "JAX_COMPILATION_CACHE_DIR",
   str(pathlib.Path(tempfile.gettempdir()) / f"jaxpruner-jit-{os.getuid()}"),
