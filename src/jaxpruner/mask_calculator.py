@@ -16,8 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jaxpruner import _selection
+from jaxpruner import _select_local, _select_mesh, _selection
 from jaxpruner._placement import on_one_device
+from jaxpruner._recipe import Recipe, recipe
 
 MASK_DTYPE = jnp.uint8
 
@@ -111,35 +112,6 @@ def num_ones(size: int, sparsity: Any) -> int | Array:
   return _exact_ones(size, sparsity)
 
 
-def _as_leaf(scores: Scores) -> _selection.Leaf:
-  if callable(scores):
-    # What the thunk closes over becomes the leaf's inputs, so that every pass
-    # can evaluate it anew from them.
-    recipe = jax.make_jaxpr(scores)()
-    (aval,) = recipe.out_avals
-    inputs, run = tuple(recipe.consts), recipe.jaxpr
-    score = lambda *inputs: jax.core.eval_jaxpr(run, inputs)[0]
-  else:
-    aval = scores = jnp.asarray(scores)
-    inputs, score = (scores,), lambda x: x
-  dtype = jnp.dtype(aval.dtype)
-  if jnp.issubdtype(dtype, jnp.complexfloating):
-    raise ValueError(f"scores of dtype {dtype} have no order; take jnp.abs")
-  if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize == 1:
-    inner, dtype = score, jnp.dtype(jnp.bfloat16)
-    score = lambda *inputs: inner(*inputs).astype(jnp.bfloat16)
-  if aval.size >= 1 << 32:
-    raise ValueError(
-      f"scores of shape {aval.shape} have 2**32 elements or more; split them"
-    )
-  return _selection.Leaf(score, inputs, aval.shape, dtype)
-
-
-def _cast_leaf(leaf: _selection.Leaf, dtype) -> _selection.Leaf:
-  score = lambda *inputs: leaf.score(*inputs).astype(dtype)
-  return leaf._replace(score=score, dtype=jnp.dtype(dtype))
-
-
 def topk_masks(
   scores: Sequence[Scores],
   ones: Any,
@@ -165,15 +137,12 @@ def topk_masks(
   >>> topk_masks([jnp.array([3.0, 1.0, 3.0, 3.0])], [2])[0].tolist()
   [1, 0, 1, 0]
   """
-  leaves = [_as_leaf(s) for s in scores]
+  leaves = [recipe(s) for s in scores]
   if together:
     ones = [ones]
     if leaves:
       common = jnp.result_type(*(leaf.dtype for leaf in leaves))
-      leaves = [
-        leaf if leaf.dtype == common else _cast_leaf(leaf, common)
-        for leaf in leaves
-      ]
+      leaves = [leaf.astype(common) for leaf in leaves]
   elif len(ones) != len(leaves):
     raise ValueError(
       f"ones has {len(ones)} counts for {len(leaves)} leaves; give one count "
@@ -197,7 +166,7 @@ def topk_masks(
   ]
 
 
-def _select(leaves, ones, together: bool) -> list[Array]:
+def _select(leaves: list[Recipe], ones, together: bool) -> list[Array]:
   sizes = [leaf.size for leaf in leaves]
   sizes = [sum(sizes)] if together else sizes
   if sum(sizes) >= 1 << 32 and together:
@@ -222,7 +191,7 @@ def _select(leaves, ones, together: bool) -> list[Array]:
 
   shapes = [jax.ShapeDtypeStruct(leaf.shape, MASK_DTYPE) for leaf in leaves]
   return on_one_device(
-    run(_selection.by_rows), run(_selection.by_mesh), shapes, inputs, ones
+    run(_select_local.masks), run(_select_mesh.masks), shapes, inputs, ones
   )
 
 
@@ -236,16 +205,16 @@ def topk_mask_calculator(scores: Array, sparsity: Any) -> Array:
   return topk_masks([scores], [num_ones(scores.size, sparsity)])[0]
 
 
-def n_by_m_mask(scores: Array, n: int, m: int, axis: int = -2) -> Array:
+def n_by_m_mask(scores: Array, n: Any, m: int, axis: int = -2) -> Array:
   """Keep the `n` largest of every `m` consecutive scores along `axis`.
 
-  Among equals the lower index along `axis` wins.
+  Among equals the lower index along `axis` wins. `n` may be traced.
 
   >>> n_by_m_mask(jnp.array([1.0, 4.0, 3.0, 2.0]), 2, 4, axis=0).tolist()
   [0, 1, 1, 0]
   """
   scores = jnp.asarray(scores)
-  if not 0 < n <= m:
+  if isinstance(n, int) and not 0 < n <= m:
     raise ValueError(f"n:m needs 0 < n <= m, got n={n}, m={m}")
   axis = range(scores.ndim)[axis]
   length = scores.shape[axis]
@@ -272,10 +241,16 @@ def n_by_m_mask(scores: Array, n: int, m: int, axis: int = -2) -> Array:
 def pack_mask(mask: Array) -> Array:
   """Store a mask at one bit per weight, as `numpy.packbits` orders them.
 
+  Rows of a multiple of 8 are packed each by itself, so that the leading axes
+  (and their sharding) stay; other shapes become one row. The bytes are the
+  same.
+
   >>> pack_mask(jnp.array([1, 0, 1], MASK_DTYPE)).tolist()
   [160]
   """
-  return jnp.packbits(mask.astype(jnp.bool_).reshape(-1))
+  if not mask.ndim or mask.shape[-1] % 8:
+    mask = mask.reshape(-1)
+  return jnp.packbits(mask.astype(jnp.bool_), axis=-1)
 
 
 def unpack_mask(packed: Array, shape: tuple[int, ...]) -> Array:
@@ -285,7 +260,14 @@ def unpack_mask(packed: Array, shape: tuple[int, ...]) -> Array:
   [1, 0, 1]
   """
   size = math.prod(shape)
-  bits = (packed[:, None] >> np.arange(7, -1, -1, dtype=np.uint8)) & 1
+  if packed.size != -(-size // 8):
+    raise ValueError(
+      f"packed mask of shape {packed.shape} does not fit the parameter of "
+      f"shape {shape}, which takes {-(-size // 8)} bytes"
+    )
+  bits = (packed[..., None] >> np.arange(7, -1, -1, dtype=np.uint8)) & 1
+  if packed.size * 8 == size:
+    return bits.reshape(shape)
   return bits.reshape(-1)[:size].reshape(shape)
 
 
