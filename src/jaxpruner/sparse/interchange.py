@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxpruner import _tree
+
 
 class Sizes(NamedTuple):
   """Bytes of a tree: as dense arrays, as stored, and leaf by leaf."""
@@ -56,9 +58,8 @@ def to_bcoo(params: Any, masks: Any) -> Any:
 
   leaves, treedef = jax.tree_util.tree_flatten_with_path(params)
   packed = []
-  for (path, leaf), mask in zip(
-    leaves, treedef.flatten_up_to(masks), strict=True
-  ):
+  aligned = _tree.align(params, masks)
+  for (path, leaf), mask in zip(leaves, aligned, strict=True):
     if mask is None:
       packed.append(leaf)
       continue

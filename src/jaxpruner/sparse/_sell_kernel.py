@@ -1,0 +1,411 @@
+"""The SELL product y = x @ w as machine code that XLA calls directly.
+
+The batch is packed into panels of `bw` rows, transposed, so that one weight
+scales `bw` neighbours at once. Tasks are first the panels, then blocks of the
+result; any thread takes the next one, and the first block waits for the last
+panel.
+"""
+
+import llvmlite.binding as llvm
+from numba import cfunc, types
+
+from jaxpruner.sparse import _pool, _simd
+from jaxpruner.sparse._pool import field, set_field
+from jaxpruner.sparse._simd import (
+  prefetch,
+  read_f32,
+  read_i32,
+  read_u8,
+  read_u16,
+  write_f32,
+)
+from jaxpruner.sparse.format_sell import LANES, TILE
+
+jit = _pool.jit
+WIDTH = _simd.WIDTH
+# Slots between a prefetch and its use.
+AHEAD = 96
+# Work (slots × vectors of batch) below which a second thread costs more than
+# it brings.
+GRAIN = 60_000
+# Panels, and blocks of columns, worked on together: a panel serves all the
+# blocks from the first cache level, a tile's weights all the panels from the
+# second.
+MAX_PANELS, MAX_BLOCKS = 4, 4
+
+# Batch rows per panel, small to large; registers decide how many lanes.
+if WIDTH == 16:
+  SMALL, MEDIUM, LARGE = (1, 8, 8), (1, 16, 8), (2, 16, 8)
+elif WIDTH == 8:
+  SMALL, MEDIUM, LARGE = (1, 8, 8), (2, 8, 4), (2, 8, 4)
+else:
+  SMALL, MEDIUM, LARGE = (2, 4, 4), (2, 4, 4), (2, 4, 4)
+SMALL_BW, MEDIUM_BW, LARGE_BW = (v * w for v, w, _ in (SMALL, MEDIUM, LARGE))
+SMALL_LANES, MEDIUM_LANES, LARGE_LANES = SMALL[2], MEDIUM[2], LARGE[2]
+
+_small, _small_half = (_simd.axpy(*SMALL, bf16) for bf16 in (False, True))
+_medium, _medium_half = (_simd.axpy(*MEDIUM, bf16) for bf16 in (False, True))
+_large, _large_half = (_simd.axpy(*LARGE, bf16) for bf16 in (False, True))
+_dot, _dot_half = (_simd.dot(bf16, AHEAD) for bf16 in (False, True))
+NARROW = min(8, WIDTH)
+_transpose, _transpose_narrow = _simd.transpose(WIDTH), _simd.transpose(NARROW)
+
+(
+  PACKED,
+  PACKS,
+  X,
+  PANEL,
+  VALUES,
+  INDICES,
+  STARTS,
+  COUNTS,
+  COLUMNS,
+  Y,
+  BATCH,
+  ROWS,
+  COLS,
+  TILES,
+  GROUPS,
+  BLOCK,
+  BW,
+  SIZE,
+  STEP,
+  PANELS,
+  FIELDS,
+) = range(_pool.FIRST_FREE, _pool.FIRST_FREE + 21)
+
+
+def batch_width(batch: int) -> int:
+  """Return how many batch rows a panel holds."""
+  if batch <= SMALL_BW:
+    return 1 if batch == 1 else SMALL_BW
+  return MEDIUM_BW if batch <= MEDIUM_BW else LARGE_BW
+
+
+def panel_size(batch: int, rows: int) -> int:
+  """Return how many floats the packed batch takes."""
+  bw = batch_width(batch)
+  return 1 if bw == 1 else -(-batch // bw) * -(-rows // TILE) * TILE * bw
+
+
+@jit
+def _square(wide, source, source_row, sources, target, target_row, targets):
+  if wide:
+    _transpose(source, source_row, sources, target, target_row, targets)
+  else:
+    _transpose_narrow(source, source_row, sources, target, target_row, targets)
+
+
+@jit
+def _pack_panel(job, index, target):
+  """Transpose `bw` batch rows of one tile of x; past the end, repeat."""
+  bw, rows, tiles = field(job, BW), field(job, ROWS), field(job, TILES)
+  tile = index % tiles
+  length = min(TILE, rows - tile * TILE)
+  wide = bw >= WIDTH
+  width = WIDTH if wide else NARROW
+  for strip in range(0, bw, width):
+    last = field(job, BATCH) - 1
+    row = min(index // tiles * bw + strip, last)
+    sources = min(width, last + 1 - row)
+    source = field(job, X) + 4 * (row * rows + tile * TILE)
+    if length < width:
+      for i in range(width):
+        for k in range(length):
+          value = read_f32(source + 4 * (min(i, sources - 1) * rows + k))
+          write_f32(target + 4 * (k * bw + strip + i), value)
+    else:
+      for start in range(0, length, width):
+        k = min(start, length - width)
+        _square(
+          wide,
+          source + 4 * k,
+          4 * rows,
+          sources,
+          target + 4 * (k * bw + strip),
+          4 * bw,
+          width,
+        )
+
+
+@jit
+def _unpack_block(job, scratch, panel, group):
+  """Transpose one block of sums into the result."""
+  bw, cols, block = field(job, BW), field(job, COLS), field(job, BLOCK)
+  length = min(block, cols - group * block)
+  wide = bw >= WIDTH
+  width = WIDTH if wide else NARROW
+  for strip in range(0, bw, width):
+    row = panel * bw + strip
+    targets = min(width, field(job, BATCH) - row)
+    target = field(job, Y) + 4 * (row * cols + group * block)
+    if length < width:
+      for i in range(targets):
+        for n in range(length):
+          value = read_f32(scratch + 4 * (n * bw + strip + i))
+          write_f32(target + 4 * (i * cols + n), value)
+    elif targets > 0:
+      for start in range(0, length, width):
+        n = min(start, length - width)
+        _square(
+          wide,
+          scratch + 4 * (n * bw + strip),
+          4 * bw,
+          width,
+          target + 4 * n,
+          4 * cols,
+          targets,
+        )
+
+
+@jit
+def _tile(job, tile, panel, sums):
+  """Add one tile's contribution to the sums of one block, `bw` at a time."""
+  bw, size, block = field(job, BW), field(job, SIZE), field(job, BLOCK)
+  half = size == 2
+  start = read_i32(field(job, STARTS) + 4 * tile) * LANES
+  values = field(job, VALUES) + size * start
+  indices = field(job, INDICES) + start
+  counts = field(job, COUNTS) + 2 * tile * block
+  columns = field(job, COLUMNS) + tile * block
+  first = tile % field(job, TILES) == 0
+  for _ in range(block // LANES):
+    count = int(read_u16(counts + 2 * (LANES - 1)))
+    for slot in range(count):
+      prefetch(values + size * LANES * (AHEAD + slot))
+      if slot & 3 == 0:
+        prefetch(indices + LANES * (AHEAD + slot))
+    if bw == LARGE_BW:
+      for lane in range(0, LANES, LARGE_LANES):
+        args = (
+          panel,
+          values + size * lane,
+          indices + lane,
+          count,
+          columns + lane,
+          sums,
+          first,
+        )
+        _large_half(*args) if half else _large(*args)
+    elif bw == MEDIUM_BW:
+      for lane in range(0, LANES, MEDIUM_LANES):
+        args = (
+          panel,
+          values + size * lane,
+          indices + lane,
+          count,
+          columns + lane,
+          sums,
+          first,
+        )
+        _medium_half(*args) if half else _medium(*args)
+    else:
+      for lane in range(0, LANES, SMALL_LANES):
+        args = (
+          panel,
+          values + size * lane,
+          indices + lane,
+          count,
+          columns + lane,
+          sums,
+          first,
+        )
+        _small_half(*args) if half else _small(*args)
+    values += size * LANES * count
+    indices += LANES * count
+    counts += 2 * LANES
+    columns += LANES
+
+
+@jit
+def _row_tile(job, tile, x, sums, lanes):
+  """Add one tile's contribution to the sums of one block, for one row."""
+  size, block = field(job, SIZE), field(job, BLOCK)
+  start = read_i32(field(job, STARTS) + 4 * tile) * LANES
+  values = field(job, VALUES) + size * start
+  indices = field(job, INDICES) + start
+  counts = field(job, COUNTS) + 2 * tile * block
+  columns = field(job, COLUMNS) + tile * block
+  for _ in range(block // LANES):
+    count = int(read_u16(counts + 2 * (LANES - 1)))
+    if size == 2:
+      _dot_half(x, values, indices, count, lanes)
+    else:
+      _dot(x, values, indices, count, lanes)
+    for lane in range(LANES):
+      target = sums + 4 * int(read_u8(columns + lane))
+      write_f32(target, read_f32(target) + read_f32(lanes + 4 * lane))
+    values += size * LANES * count
+    indices += LANES * count
+    counts += 2 * LANES
+    columns += LANES
+
+
+@jit
+def _row_blocks(job, begin, end, scratch):
+  """Compute blocks of columns for a single row."""
+  tiles, block = field(job, TILES), field(job, BLOCK)
+  lanes = scratch + 4 * block
+  for group in range(begin, end):
+    for n in range(block):
+      write_f32(scratch + 4 * n, 0)
+    for t in range(tiles):
+      x = field(job, X) + 4 * t * TILE
+      _row_tile(job, group * tiles + t, x, scratch, lanes)
+    target = field(job, Y) + 4 * group * block
+    for n in range(min(block, field(job, COLS) - group * block)):
+      write_f32(target + 4 * n, read_f32(scratch + 4 * n))
+
+
+@jit
+def _blocks(job, panels, first, last, begin, end, scratch):
+  """Compute blocks of columns for the packed panels first … last - 1."""
+  bw, tiles, block = field(job, BW), field(job, TILES), field(job, BLOCK)
+  for t in range(tiles):
+    for p in range(first, last):
+      panel = panels + 4 * ((p - first) * tiles + t) * TILE * bw
+      for group in range(begin, end):
+        at = (p - first) * (end - begin) + group - begin
+        _tile(job, group * tiles + t, panel, scratch + 4 * at * block * bw)
+  for p in range(first, last):
+    for group in range(begin, end):
+      at = (p - first) * (end - begin) + group - begin
+      _unpack_block(job, scratch + 4 * at * block * bw, p, group)
+
+
+@jit
+def _compute(job, index, scratch):
+  """Do one task: all blocks of a few panels, or some blocks of them."""
+  bw, tiles, groups = field(job, BW), field(job, TILES), field(job, GROUPS)
+  step, per_task = field(job, STEP), field(job, PANELS)
+  if bw == 1:
+    _row_blocks(job, index * step, min(groups, (index + 1) * step), scratch)
+    return
+  panels = (field(job, BATCH) + bw - 1) // bw
+  stride = 4 * TILE * bw
+  if field(job, PACKS) == 0:
+    first = index * per_task
+    last = min(panels, first + per_task)
+    private = scratch + 4 * per_task * step * field(job, BLOCK) * bw
+    for i in range(first * tiles, last * tiles):
+      _pack_panel(job, i, private + (i - first * tiles) * stride)
+    for begin in range(0, groups, step):
+      end = min(groups, begin + step)
+      _blocks(job, private, first, last, begin, end, scratch)
+  else:
+    across = (groups + step - 1) // step
+    first = index // across * per_task
+    begin = index % across * step
+    shared = field(job, PANEL) + first * tiles * stride
+    last = min(panels, first + per_task)
+    end = min(groups, begin + step)
+    _blocks(job, shared, first, last, begin, end, scratch)
+
+
+@jit
+def _work(job):
+  """Take tasks until there are none."""
+  packs, tasks = field(job, PACKS), field(job, _pool.TASKS)
+  stride = 4 * TILE * field(job, BW)
+  index = _pool.atomic_add(job + 8 * _pool.NEXT, 1)
+  while index < packs:
+    _pack_panel(job, index, field(job, PANEL) + index * stride)
+    _pool.atomic_add(job + 8 * PACKED, 1)
+    index = _pool.atomic_add(job + 8 * _pool.NEXT, 1)
+  if index >= tasks:
+    return
+  # Whoever holds an unfinished panel is running, so this ends.
+  _pool.wait_for(job + 8 * PACKED, packs)
+  sums = 4 * field(job, BLOCK) * field(job, BW) * field(job, STEP)
+  size = field(job, PANELS) * (sums + stride * field(job, TILES))
+  memory = _pool.malloc(size + 8 * LANES + 64)
+  scratch = (memory + 63) // 64 * 64
+  while index < tasks:
+    _compute(job, index - packs, scratch)
+    _pool.atomic_add(job + 8 * _pool.DONE, 1)
+    index = _pool.atomic_add(job + 8 * _pool.NEXT, 1)
+  _pool.free(memory)
+
+
+@cfunc(types.void(types.int64), cache=True)
+def _task(job):
+  _work(job)
+  _pool.release(job)
+
+
+TASK_SYMBOL = "jaxpruner_sell_task"
+llvm.add_symbol(TASK_SYMBOL, _task.address)
+_task_address = _pool.symbol(TASK_SYMBOL)
+
+
+@jit
+def _multiply(frame):
+  """Read the operands, cut the work into tasks, and share it."""
+  x, values = _pool.argument(frame, 0), _pool.argument(frame, 1)
+  columns, y = _pool.argument(frame, 5), _pool.result(frame, 0)
+  groups, tiles, block = (
+    _pool.dim(columns, 0),
+    _pool.dim(columns, 1),
+    _pool.dim(columns, 2),
+  )
+  rows, cols = _pool.dim(x, -1), _pool.dim(y, -1)
+  batch = _pool.size(x) // max(rows, 1)
+  if batch == 0 or rows == 0 or cols == 0:
+    return
+  bw = batch_width_jit(batch)
+  panels = (batch + bw - 1) // bw
+  slots = _pool.dim(values, 0)
+  threads = max(1, slots * LANES * ((batch + 15) // 16) // GRAIN)
+  if threads > 1:
+    threads = min(threads, _pool.num_threads(frame))
+  per_task = min(panels, MAX_PANELS)
+  chunks = (panels + per_task - 1) // per_task
+  step = MAX_BLOCKS
+  if bw > 1 and chunks >= 2 * threads:
+    # A large batch: each task packs its own panels, which stay in its cache.
+    packs, tasks = 0, chunks
+  else:
+    # A small one: all share the panels, and the blocks are dealt out; enough
+    # of them that no thread idles while another finishes a long one.
+    while step > 1 and (groups + step - 1) // step * chunks < 4 * threads:
+      step //= 2
+    packs = 0 if bw == 1 else panels * tiles
+    tasks = (groups + step - 1) // step * chunks
+  job = _pool.malloc(8 * (FIELDS + 1))
+  set_field(job, _pool.NEXT, 0)
+  set_field(job, _pool.DONE, 0)
+  set_field(job, _pool.TASKS, packs + tasks)
+  set_field(job, PACKED, 0)
+  set_field(job, PACKS, packs)
+  set_field(job, X, _pool.data(x))
+  set_field(job, PANEL, _pool.data(_pool.result(frame, 1)))
+  set_field(job, VALUES, _pool.data(values))
+  set_field(job, INDICES, _pool.data(_pool.argument(frame, 2)))
+  set_field(job, STARTS, _pool.data(_pool.argument(frame, 3)))
+  set_field(job, COUNTS, _pool.data(_pool.argument(frame, 4)))
+  set_field(job, COLUMNS, _pool.data(columns))
+  set_field(job, Y, _pool.data(y))
+  set_field(job, BATCH, batch)
+  set_field(job, ROWS, rows)
+  set_field(job, COLS, cols)
+  set_field(job, TILES, tiles)
+  set_field(job, GROUPS, groups)
+  set_field(job, BLOCK, block)
+  set_field(job, BW, bw)
+  set_field(job, SIZE, _pool.item_size(values))
+  set_field(job, STEP, step)
+  set_field(job, PANELS, per_task)
+  _pool.schedule(frame, threads, _task_address(), job)
+  _work(job)
+  _pool.wait_for(job + 8 * _pool.DONE, tasks)
+  _pool.release(job)
+
+
+batch_width_jit = jit(batch_width)
+
+
+@cfunc(types.int64(types.int64), cache=True)
+def handler(frame):
+  if not _pool.is_metadata_query(frame):
+    _multiply(frame)
+  return 0

@@ -1,0 +1,324 @@
+"""Vector instructions for Numba: the inner loops, written as LLVM IR.
+
+Numba vectorises simple loops only. The three loops below decide the speed of
+every sparse product, so each is emitted with its registers laid out: so many
+accumulators of so many lanes, never wider than the machine's own vectors.
+Addresses are plain int64.
+"""
+
+from typing import Any
+
+import llvmlite.binding as llvm
+from llvmlite import ir
+from numba import extending
+from numba.core import cgutils, types
+
+_FEATURES = llvm.get_host_cpu_features()
+_AVX512 = bool(_FEATURES.get("avx512f"))
+_AVX2 = bool(_FEATURES.get("avx2"))
+WIDTH = 16 if _AVX512 else 8 if _FEATURES.get("avx") else 4
+LANES = 16
+
+# Typed as Any: an intrinsic is called without its first argument, the typing
+# context, which no checker can know.
+intrinsic: Any = extending.intrinsic
+
+I1, I8, I16, I32, I64 = (ir.IntType(n) for n in (1, 8, 16, 32, 64))
+F32 = ir.FloatType()
+
+
+def _vector(element: Any, width: int) -> Any:
+  return ir.VectorType(element, width)
+
+
+def _load(b: Any, address: Any, kind: Any, align: int = 1) -> Any:
+  return b.load(b.inttoptr(address, kind.as_pointer()), align=align)
+
+
+def _store(b: Any, value: Any, address: Any, align: int = 4) -> None:
+  b.store(value, b.inttoptr(address, value.type.as_pointer()), align=align)
+
+
+def _function(b: Any, name: str, result: Any, *args: Any) -> Any:
+  return cgutils.get_or_insert_function(
+    b.module, ir.FunctionType(result, args), name
+  )
+
+
+def _fma(b: Any, x: Any, y: Any, z: Any) -> Any:
+  kind = x.type
+  name = f"llvm.fma.v{kind.count}f32"
+  return b.call(_function(b, name, kind, kind, kind, kind), [x, y, z])
+
+
+def _splat(b: Any, scalar: Any, width: int) -> Any:
+  kind = _vector(scalar.type, width)
+  undefined = ir.Constant(kind, ir.Undefined)
+  one = b.insert_element(undefined, scalar, I32(0))
+  zeros = ir.Constant(_vector(I32, width), [0] * width)
+  return b.shuffle_vector(one, undefined, zeros)
+
+
+def _prefetch(b: Any, address: Any) -> None:
+  pointer = b.inttoptr(address, I8.as_pointer())
+  f = _function(
+    b, "llvm.prefetch.p0", ir.VoidType(), pointer.type, I32, I32, I32
+  )
+  b.call(f, [pointer, I32(0), I32(2), I32(1)])
+
+
+def _zero(width: int) -> Any:
+  return ir.Constant(_vector(F32, width), [0.0] * width)
+
+
+def memory(name: str, element: Any, kind: Any) -> Any:
+  """Make `read(address)` and `write(address, value)` of one scalar type."""
+
+  @intrinsic
+  def read(_, address):
+    def emit(context, b, signature, args):
+      return _load(b, args[0], element)
+
+    return kind(types.int64), emit
+
+  @intrinsic
+  def write(_, address, value):
+    def emit(context, b, signature, args):
+      _store(b, args[1], args[0], align=1)
+      return context.get_dummy_value()
+
+    return types.void(types.int64, kind), emit
+
+  read.__name__, write.__name__ = f"read_{name}", f"write_{name}"
+  return read, write
+
+
+read_i64, write_i64 = memory("i64", I64, types.int64)
+read_i32, write_i32 = memory("i32", I32, types.int32)
+read_u16, _ = memory("u16", I16, types.uint16)
+read_u8, _ = memory("u8", I8, types.uint8)
+read_f32, write_f32 = memory("f32", F32, types.float32)
+
+
+@intrinsic
+def prefetch(_, address):
+  """Ask for a cache line that will be read soon."""
+
+  def emit(context, b, signature, args):
+    _prefetch(b, args[0])
+    return context.get_dummy_value()
+
+  return types.void(types.int64), emit
+
+
+def _weights(b: Any, address: Any, count: int, bf16: bool) -> Any:
+  """Load neighbouring weights as float32: bfloat16 is its upper half."""
+  if not bf16:
+    return _load(b, address, _vector(F32, count), 4)
+  wide = b.zext(_load(b, address, _vector(I16, count)), _vector(I32, count))
+  shift = ir.Constant(wide.type, [16] * count)
+  return b.bitcast(b.shl(wide, shift), _vector(F32, count))
+
+
+def _opaque(b: Any, value: Any) -> Any:
+  """Keep LLVM from seeing that a register was loaded from memory."""
+  kind = ir.FunctionType(value.type, [value.type])
+  constraint = "=v,0" if _AVX512 else "=x,0"
+  return b.call(ir.InlineAsm(kind, "", constraint), [value])
+
+
+def _lane(b: Any, vector: Any, lane: int, width: int) -> Any:
+  """Spread one lane over a whole vector."""
+  undefined = ir.Constant(vector.type, ir.Undefined)
+  mask = ir.Constant(_vector(I32, width), [lane] * width)
+  return b.shuffle_vector(vector, undefined, mask)
+
+
+def axpy(vectors: int, width: int, lanes: int, bf16: bool) -> Any:
+  """Make the batched product of `lanes` columns of one slice.
+
+  `f(x, values, indices, count, columns, y, first)` does, for each of the
+  lanes, y[column] (+)= sum over slots of value * x[index], where a row of x or
+  y is `vectors` vectors of `width` batch entries. One load fetches the indices
+  of all lanes: a load per index would saturate the load ports.
+  """
+  row = 4 * vectors * width
+  size = 2 if bf16 else 4
+  word = ir.IntType(8 * lanes)
+
+  @intrinsic
+  def f(_, x, values, indices, count, columns, y, first):
+    def emit(context, b, signature, args):
+      x, values, indices, count, columns, y, first = args
+      kind = _vector(F32, width)
+      sums, outs = [], []
+      for lane in range(lanes):
+        column = b.zext(_load(b, b.add(columns, I64(lane)), I8), I64)
+        outs.append(b.add(y, b.mul(column, I64(row))))
+        sums.append([cgutils.alloca_once(b, kind) for _ in range(vectors)])
+      with b.if_else(first) as (fresh, resumed):
+        with fresh:
+          for total in sum(sums, []):
+            b.store(_zero(width), total)
+        with resumed:
+          for out, totals in zip(outs, sums, strict=True):
+            for v, total in enumerate(totals):
+              address = b.add(out, I64(4 * width * v))
+              b.store(_load(b, address, kind, 4), total)
+      with cgutils.for_range(b, count) as loop:
+        slot = loop.index
+        weights = b.add(values, b.mul(slot, I64(size * LANES)))
+        # One load and a shuffle per lane; LLVM would make it a load per lane,
+        # and loads are what this loop is short of.
+        weights = _opaque(b, _weights(b, weights, lanes, bf16))
+        packed = _load(b, b.add(indices, b.mul(slot, I64(LANES))), word)
+        for lane, totals in enumerate(sums):
+          index = b.and_(b.lshr(packed, word(8 * lane)), word(255))
+          index = index if lanes == 8 else b.zext(index, I64)
+          source = b.add(x, b.mul(index, I64(row)))
+          weight = _lane(b, weights, lane, width)
+          for v, total in enumerate(totals):
+            part = _load(b, b.add(source, I64(4 * width * v)), kind, 4)
+            b.store(_fma(b, weight, part, b.load(total)), total)
+      for out, totals in zip(outs, sums, strict=True):
+        for v, total in enumerate(totals):
+          _store(b, b.load(total), b.add(out, I64(4 * width * v)))
+      return context.get_dummy_value()
+
+    arguments = [types.int64] * 6 + [types.boolean]
+    return types.void(*arguments), emit
+
+  return f
+
+
+def _gather(b: Any, x: Any, packed: Any) -> Any:
+  """Load x[index] for a vector of one-byte indices."""
+  width = packed.type.count
+  kind = _vector(F32, width)
+  index = b.zext(packed, _vector(I32, width))
+  base = b.inttoptr(x, I8.as_pointer())
+  if _AVX512 and width == 16:
+    mask = ir.Constant(_vector(I1, 16), [1] * 16)
+    f = _function(
+      b,
+      "llvm.x86.avx512.mask.gather.dps.512",
+      kind,
+      kind,
+      base.type,
+      index.type,
+      mask.type,
+      I32,
+    )
+    return b.call(f, [_zero(16), base, index, mask, I32(4)])
+  if _AVX2 and width == 8:
+    mask = b.bitcast(ir.Constant(index.type, [-1] * 8), kind)
+    f = _function(
+      b,
+      "llvm.x86.avx2.gather.d.ps.256",
+      kind,
+      kind,
+      base.type,
+      index.type,
+      kind,
+      I8,
+    )
+    return b.call(f, [_zero(8), base, index, mask, I8(4)])
+  result = ir.Constant(kind, ir.Undefined)
+  for lane in range(width):
+    one = b.zext(b.extract_element(index, I32(lane)), I64)
+    part = _load(b, b.add(x, b.mul(one, I64(4))), F32, 4)
+    result = b.insert_element(result, part, I32(lane))
+  return result
+
+
+def dot(bf16: bool, ahead: int) -> Any:
+  """Make the batch-1 product of one slice of 16 columns.
+
+  `f(x, values, indices, count, out)` writes 16 sums to `out`. It prefetches
+  `ahead` slots: the weights are read once, from main memory if they are large.
+  """
+  size = 2 if bf16 else 4
+  parts = LANES // WIDTH
+  kind = _vector(F32, WIDTH)
+
+  def step(b: Any, x: Any, values: Any, indices: Any, sums: list) -> None:
+    for p, total in enumerate(sums):
+      weights = b.add(values, I64(size * WIDTH * p))
+      weight = _weights(b, weights, WIDTH, bf16)
+      packed = _load(b, b.add(indices, I64(WIDTH * p)), _vector(I8, WIDTH))
+      b.store(_fma(b, weight, _gather(b, x, packed), b.load(total)), total)
+
+  @intrinsic
+  def f(_, x, values, indices, count, out):
+    def emit(context, b, signature, args):
+      x, values, indices, count, out = args
+      # Two sets of sums: a gather's latency hides behind the other's.
+      sums = [
+        [cgutils.alloca_once(b, kind) for _ in range(parts)] for _ in range(2)
+      ]
+      for total in sums[0] + sums[1]:
+        b.store(_zero(WIDTH), total)
+      pairs = b.lshr(count, I64(1))
+      with cgutils.for_range(b, pairs) as loop:
+        slot = b.shl(loop.index, I64(1))
+        v = b.add(values, b.mul(slot, I64(size * LANES)))
+        i = b.add(indices, b.mul(slot, I64(LANES)))
+        _prefetch(b, b.add(v, I64(size * LANES * ahead)))
+        if not bf16:
+          _prefetch(b, b.add(v, I64(size * LANES * (ahead + 1))))
+        _prefetch(b, b.add(i, I64(LANES * ahead)))
+        step(b, x, v, i, sums[0])
+        step(b, x, b.add(v, I64(size * LANES)), b.add(i, I64(LANES)), sums[1])
+      with b.if_then(b.trunc(count, I1)):
+        slot = b.sub(count, I64(1))
+        v = b.add(values, b.mul(slot, I64(size * LANES)))
+        step(b, x, v, b.add(indices, b.mul(slot, I64(LANES))), sums[0])
+      for p in range(parts):
+        total = b.fadd(b.load(sums[0][p]), b.load(sums[1][p]))
+        _store(b, total, b.add(out, I64(4 * WIDTH * p)))
+      return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 5), emit
+
+  return f
+
+
+def transpose(width: int) -> Any:
+  """Make the transposition of `width` × `width` floats.
+
+  `f(source, source_row, sources, target, target_row, targets)`: rows are so
+  many bytes apart, `sources` rows may be read and `targets` be written; the
+  last readable row stands in for those beyond it.
+  """
+  kind = _vector(F32, width)
+
+  def exchange(b: Any, rows: list, step: int) -> None:
+    low = [l if not l & step else width + l - step for l in range(width)]
+    high = [l + step if not l & step else width + l for l in range(width)]
+    masks = [ir.Constant(_vector(I32, width), m) for m in (low, high)]
+    for i in range(width):
+      if not i & step:
+        pair = rows[i], rows[i + step]
+        rows[i], rows[i + step] = (b.shuffle_vector(*pair, m) for m in masks)
+
+  @intrinsic
+  def f(_, source, source_row, sources, target, target_row, targets):
+    def emit(context, b, signature, args):
+      source, source_row, sources, target, target_row, targets = args
+      last = b.sub(sources, I64(1))
+      rows = []
+      for i in range(width):
+        row = b.select(b.icmp_signed("<", I64(i), last), I64(i), last)
+        rows.append(_load(b, b.add(source, b.mul(source_row, row)), kind, 4))
+      step = 1
+      while step < width:
+        exchange(b, rows, step)
+        step *= 2
+      for i, row in enumerate(rows):
+        with b.if_then(b.icmp_signed("<", I64(i), targets), likely=True):
+          _store(b, row, b.add(target, b.mul(target_row, I64(i))))
+      return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 6), emit
+
+  return f

@@ -1,0 +1,48 @@
+"""One bit per weight and the kept values: for 50–80 % sparsity and N:M."""
+
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpruner.sparse import formats
+
+PANEL = 64
+
+
+@formats.register
+class Bitmask(formats.SparseMatrix):
+  """Panels of 64 columns: per row 64 bits, and the values they announce."""
+
+  name: ClassVar[str] = "bitmask"
+
+  values: jax.Array  # (kept,): by panel, row, column
+  bits: jax.Array  # (panels, K, 8) uint8, lowest bit first
+  starts: jax.Array  # (panels,) int32: first value of the panel
+  shape: tuple[int, int] = formats.static()
+
+  @classmethod
+  def fromdense(cls, dense: Any, mask: Any = None) -> "Bitmask":
+    dense, kept = formats.kept_entries(dense, mask)
+    rows, cols = dense.shape
+    panels = -(-cols // PANEL)
+
+    def by_panel(array):
+      padded = np.zeros((rows, panels * PANEL), array.dtype)
+      padded[:, :cols] = array
+      return padded.reshape(rows, panels, PANEL).transpose(1, 0, 2)
+
+    kept = by_panel(kept).astype(bool)
+    counts = kept.sum(axis=(1, 2))
+    return cls(
+      jnp.asarray(by_panel(dense)[kept]),
+      jnp.asarray(np.packbits(kept, axis=-1, bitorder="little")),
+      jnp.asarray((np.cumsum(counts) - counts).astype(np.int32)),
+      (rows, cols),
+    )
+
+  def positions(self) -> tuple[jax.Array, jax.Array, None]:
+    kept = jnp.unpackbits(self.bits, axis=-1, bitorder="little")
+    panel, row, col = jnp.nonzero(kept, size=self.values.shape[0])
+    return row, panel * PANEL + col, None

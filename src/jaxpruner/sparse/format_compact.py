@@ -1,0 +1,46 @@
+"""Whole rows and columns removed: a smaller dense matrix."""
+
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpruner.sparse import formats
+
+
+@formats.register
+class Compact(formats.SparseMatrix):
+  """The dense matrix of the rows and columns that keep anything."""
+
+  name: ClassVar[str] = "compact"
+
+  values: jax.Array  # (kept rows, kept columns)
+  rows: jax.Array  # int32, ascending
+  cols: jax.Array  # int32, ascending
+  shape: tuple[int, int] = formats.static()
+
+  @classmethod
+  def fromdense(cls, dense: Any, mask: Any = None) -> "Compact":
+    dense, kept = formats.kept_entries(dense, mask)
+    rows = np.nonzero(kept.any(axis=1))[0].astype(np.int32)
+    cols = np.nonzero(kept.any(axis=0))[0].astype(np.int32)
+    inner = np.ix_(rows, cols)
+    values = np.where(kept[inner], dense[inner], 0).astype(dense.dtype)
+    return cls(
+      jnp.asarray(values), jnp.asarray(rows), jnp.asarray(cols), dense.shape
+    )
+
+  def positions(self) -> tuple[jax.Array, jax.Array, None]:
+    row, col = jnp.meshgrid(self.rows, self.cols, indexing="ij")
+    return row, col, None
+
+  def matmul(self, x: jax.Array) -> jax.Array:
+    """Gather the kept inputs, multiply, spread the kept outputs."""
+    if len(self.rows) < self.shape[0]:
+      x = x[..., self.rows]
+    y = x @ self.values
+    if len(self.cols) < self.shape[1]:
+      full = jnp.zeros((*y.shape[:-1], self.shape[1]), y.dtype)
+      y = full.at[..., self.cols].set(y)
+    return y

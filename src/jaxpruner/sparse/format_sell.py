@@ -1,0 +1,114 @@
+"""The format for unstructured sparsity: sliced, tiled, one-byte indices.
+
+K is cut into tiles of 256 rows, so that a row is named by one byte; N into
+blocks of up to 256 columns. Within a tile the columns of a block are sorted by
+how many weights they keep, and every 16 neighbours form a slice, padded to the
+longest: sorting makes neighbours alike and padding rare. A slice is stored
+slot by slot, 16 values at a time: at batch 1 a slot is one vector of values
+and one gather; at larger batches each value scales a row of the batch. A kept
+weight costs about 5.3 bytes.
+"""
+
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpruner.sparse import formats
+
+TILE = 256
+LANES = 16
+
+
+@formats.register
+class Sell(formats.SparseMatrix):
+  """A (K, N) matrix of G column blocks × T row tiles × slices × slots."""
+
+  name: ClassVar[str] = "sell"
+
+  values: jax.Array  # (slots, 16)
+  indices: jax.Array  # (slots, 16) uint8: row within the tile
+  starts: jax.Array  # (G, T) int32: first slot of the tile
+  counts: jax.Array  # (G, T, block) uint16: weights kept, ascending
+  columns: jax.Array  # (G, T, block) uint8: column within the block
+  shape: tuple[int, int] = formats.static()
+
+  @classmethod
+  def fromdense(
+    cls, dense: Any, mask: Any = None, block: int | None = None
+  ) -> "Sell":
+    dense, kept = formats.kept_entries(dense, mask)
+    rows, cols = dense.shape
+    # Narrow matrices get small blocks, or there is no work for every core.
+    block = block or (256 if cols >= 1024 else 128 if cols > 64 else 64)
+    tiles, groups = -(-rows // TILE), -(-cols // block)
+    counts = np.zeros((groups, tiles, block), np.uint16)
+    columns = np.zeros((groups, tiles, block), np.uint8)
+    starts = np.zeros((groups, tiles), np.int32)
+    values, indices, total = [], [], 0
+    for g in range(groups):
+      for t in range(tiles):
+        part = np.s_[t * TILE : (t + 1) * TILE, g * block : (g + 1) * block]
+        value, index, count, order = _pack_tile(dense[part], kept[part], block)
+        counts[g, t], columns[g, t], starts[g, t] = count, order, total
+        values.append(value)
+        indices.append(index)
+        total += len(value)
+    return cls(
+      jnp.asarray(np.concatenate(values)),
+      jnp.asarray(np.concatenate(indices)),
+      jnp.asarray(starts),
+      jnp.asarray(counts),
+      jnp.asarray(columns),
+      (rows, cols),
+    )
+
+  def positions(self) -> tuple[jax.Array, jax.Array, jax.Array]:
+    groups, tiles, block = self.columns.shape
+    counts = self.counts.reshape(-1, LANES).astype(jnp.int32)
+    columns = self.columns.reshape(-1, LANES).astype(jnp.int32)
+    lengths = counts[:, -1]
+    slots = self.indices.shape[0]
+    # Slices and tiles are stored back to back, so a running sum of the slice
+    # lengths says which slice a slot belongs to, and where in it.
+    which = jnp.repeat(
+      jnp.arange(len(lengths)), lengths, total_repeat_length=slots
+    )
+    slot = jnp.arange(slots) - (jnp.cumsum(lengths) - lengths)[which]
+    tile = which // (block // LANES)
+    row = (tile % tiles * TILE)[:, None] + self.indices.astype(jnp.int32)
+    col = (tile // tiles * block)[:, None] + columns[which]
+    return row, col, slot[:, None] < counts[which]
+
+  def matmul(self, x: jax.Array) -> jax.Array:
+    """Multiply in machine code on CPU, through a dense copy elsewhere."""
+    from jaxpruner.sparse import sell_product
+
+    return sell_product.matmul(x, self)
+
+
+def _pack_tile(
+  dense: np.ndarray, kept: np.ndarray, block: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+  """Return the slots, their rows, the sorted counts and the column order."""
+  count = np.zeros(block, np.int64)
+  count[: kept.shape[1]] = kept.sum(axis=0)
+  order = np.argsort(count, kind="stable")
+  count = count[order]
+  lengths = count[LANES - 1 :: LANES]
+  bases = np.cumsum(lengths) - lengths
+  place = np.argsort(order)
+  col, row = np.nonzero(kept.T)
+  lane = place[col]
+  # Entries of one column come in order of row: number them within it.
+  first = np.cumsum(count) - count
+  by_lane = np.argsort(lane, kind="stable")
+  slot = np.empty(len(col), np.int64)
+  slot[by_lane] = np.arange(len(col)) - np.repeat(first, count)
+  where = (bases[lane // LANES] + slot, lane % LANES)
+  values = np.zeros((lengths.sum(), LANES), dense.dtype)
+  indices = np.zeros((lengths.sum(), LANES), np.uint8)
+  values[where] = dense[row, col]
+  indices[where] = row
+  return values, indices, count, order

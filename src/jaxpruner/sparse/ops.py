@@ -1,0 +1,238 @@
+"""Products of a dense array and a sparse weight, as users' layers write them.
+
+All accept a dense weight too, so that one model runs both ways. A product
+that a format can't do (batch axes in the weight, other contracted axes than it
+was packed for) is done with the decoded weight.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpruner.sparse.formats import Sparse, SparseMatrix, SparseTensor
+
+Array = jax.Array
+
+
+def matmul(x: Any, w: Any) -> Array:
+  """Return x @ w, contracting x's last axis with w's rows.
+
+  Args:
+    x: a dense array (..., K).
+    w: a sparse weight of shape (K, N), or folded from any rank with the first
+      axis contracted; or a dense array.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> from jaxpruner import sparse
+    >>> w = sparse.pack(jnp.eye(4))
+    >>> sparse.matmul(jnp.ones((2, 4)), w).tolist()[0]
+    [1.0, 1.0, 1.0, 1.0]
+  """
+  if isinstance(x, Sparse):
+    raise TypeError(
+      "x is sparse: matmul(x, w) takes the sparse weight second; pack w with "
+      "contract=(1,) and compute (w @ x).T as matmul(x.T, w)"
+    )
+  if not isinstance(w, Sparse):
+    return jnp.matmul(x, w)
+  x = jnp.asarray(x)
+  axis = 0 if w.ndim == 2 else w.contract[0]  # pyright: ignore
+  if x.ndim == 0 or x.shape[-1] != w.shape[axis]:
+    raise ValueError(
+      f"x has shape {x.shape}, w {w.shape}: x's last axis must have length "
+      f"{w.shape[axis]}"
+    )
+  return dot_general(x, w, (((x.ndim - 1,), (axis,)), ((), ())))
+
+
+def dot_general(
+  lhs: Any,
+  rhs: Any,
+  dimension_numbers: Any,
+  precision: Any = None,
+  preferred_element_type: Any = None,
+) -> Array:
+  """Do `jax.lax.dot_general` where one side is a sparse weight."""
+  (lc, rc), (lb, rb) = dimension_numbers
+  left = isinstance(lhs, Sparse)
+  w, wc, xc, x = (lhs, lc, rc, rhs) if left else (rhs, rc, lc, lhs)
+  folded = _foldable(w, wc) if not (lb or rb) else None
+  if folded is None or isinstance(x, Sparse):
+    return jax.lax.dot_general(
+      decode(lhs),
+      decode(rhs),
+      dimension_numbers,
+      precision,
+      preferred_element_type,
+    )
+  axes = [xc[list(wc).index(d)] for d in folded.contract]
+  y = _contract(x, axes, folded, preferred_element_type)
+  if left:
+    kept = len(folded.kept)
+    y = jnp.moveaxis(y, range(y.ndim - kept, y.ndim), range(kept))
+  return y
+
+
+def einsum(spec: str, lhs: Any, rhs: Any) -> Array:
+  """Do `jnp.einsum` of two operands, one of which may be a sparse weight.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> from jaxpruner import sparse
+    >>> heads = sparse.pack(jnp.ones((8, 2, 4)))
+    >>> sparse.einsum("bsd,dhk->bshk", jnp.ones((1, 3, 8)), heads).shape
+    (1, 3, 2, 4)
+  """
+  plan = _einsum_plan(spec, lhs, rhs)
+  if plan is None:
+    return jnp.einsum(spec, decode(lhs), decode(rhs))
+  dimensions, order = plan
+  return jnp.transpose(dot_general(lhs, rhs, dimensions), order)
+
+
+def conv_general_dilated(
+  lhs: Any,
+  rhs: Any,
+  window_strides: Sequence[int],
+  padding: Any,
+  lhs_dilation: Sequence[int] | None = None,
+  rhs_dilation: Sequence[int] | None = None,
+  dimension_numbers: Any = None,
+  feature_group_count: int = 1,
+  batch_group_count: int = 1,
+  precision: Any = None,
+  preferred_element_type: Any = None,
+) -> Array:
+  """Do `jax.lax.conv_general_dilated` with a sparse kernel, as a product.
+
+  The windows are laid out as rows (none to lay out for 1 × 1) and multiplied;
+  the kernel must be packed with `contract=conv_contract(spec)`.
+  """
+  spec = jax.lax.conv_dimension_numbers(lhs.shape, rhs.shape, dimension_numbers)
+  spatial = len(window_strides)
+  contract = conv_contract(spec)
+  folded = None
+  if feature_group_count == batch_group_count == 1:
+    folded = _foldable(rhs, contract)
+  if folded is None or folded.contract != contract:
+    return jax.lax.conv_general_dilated(
+      lhs,
+      decode(rhs),
+      window_strides,
+      padding,
+      lhs_dilation,
+      rhs_dilation,
+      dimension_numbers,
+      feature_group_count,
+      batch_group_count,
+      precision,
+      preferred_element_type,
+    )
+  lhs_dilation = tuple(lhs_dilation or (1,) * spatial)
+  rhs_dilation = tuple(rhs_dilation or (1,) * spatial)
+  window = [rhs.shape[d] for d in spec.rhs_spec[2:]]
+  reach = [(k - 1) * d + 1 for k, d in zip(window, rhs_dilation, strict=True)]
+  x = jnp.transpose(
+    lhs, (spec.lhs_spec[0], *spec.lhs_spec[2:], spec.lhs_spec[1])
+  )
+  if isinstance(padding, str):
+    padded = [
+      (n - 1) * d + 1 for n, d in zip(x.shape[1:-1], lhs_dilation, strict=True)
+    ]
+    padding = jax.lax.padtype_to_pads(padded, reach, window_strides, padding)
+  zero = jnp.zeros((), x.dtype)
+  interior = [
+    (lo, hi, d - 1) for (lo, hi), d in zip(padding, lhs_dilation, strict=True)
+  ]
+  x = jax.lax.pad(x, zero, [(0, 0, 0), *interior, (0, 0, 0)])
+  patches = []
+  for tap in np.ndindex(*window):
+    begin = [i * d for i, d in zip(tap, rhs_dilation, strict=True)]
+    end = [
+      b + n - r + 1 for b, n, r in zip(begin, x.shape[1:-1], reach, strict=True)
+    ]
+    patches.append(
+      jax.lax.slice(
+        x,
+        [0, *begin, 0],
+        [x.shape[0], *end, x.shape[-1]],
+        [1, *window_strides, 1],
+      )
+    )
+  rows = jnp.concatenate(patches, axis=-1)
+  y = _contract(rows, None, folded, preferred_element_type)
+  out = spec.out_spec
+  order = np.argsort([out[0], *out[2:], out[1]]).tolist()
+  return jnp.transpose(y, order)
+
+
+def conv_contract(spec: Any) -> tuple[int, ...]:
+  """Return the axes of a kernel that a convolution contracts, in our order."""
+  return (*spec.rhs_spec[2:], spec.rhs_spec[1])
+
+
+def decode(array: Any) -> Any:
+  """Return a dense array for either kind."""
+  return array.todense() if isinstance(array, Sparse) else array
+
+
+def _foldable(w: Any, contract: Sequence[int]) -> SparseTensor | None:
+  """Return `w` if it was packed for a contraction of these axes."""
+  if isinstance(w, SparseMatrix):
+    w = SparseTensor(w, w.shape, (0,))
+  if isinstance(w, SparseTensor) and set(w.contract) == set(contract):
+    return w
+  return None
+
+
+def _contract(
+  x: Array, axes: Sequence[int] | None, w: SparseTensor, dtype: Any
+) -> Array:
+  """Contract x's `axes` (None: its last, already folded) with all of w's."""
+  if axes is not None:
+    x = jnp.moveaxis(x, axes, range(x.ndim - len(axes), x.ndim))
+    x = x.reshape(*x.shape[: x.ndim - len(axes)], w.matrix.shape[0])
+  if dtype is not None:
+    x = x.astype(jnp.result_type(x, dtype))
+  y = w.matrix.matmul(x)
+  y = y.reshape(*y.shape[:-1], *(w.shape[d] for d in w.kept))
+  return y if dtype is None else y.astype(dtype)
+
+
+def _einsum_plan(spec: str, lhs: Any, rhs: Any) -> Any:
+  """Return dot_general's dimensions and the final order, or None."""
+  inputs, arrow, output = spec.replace(" ", "").partition("->")
+  terms = inputs.split(",")
+  if len(terms) != 2 or not arrow:
+    return None
+  # An ellipsis stands for axes that have no letter: give them capitals.
+  extra = max(
+    (
+      a.ndim - len(t) + 3
+      for t, a in zip(terms, (lhs, rhs), strict=True)
+      if "..." in t
+    ),
+    default=0,
+  )
+  free = [c for c in "ABCDEFGHIJKLMNOP" if c not in spec][:extra]
+  left, right, output = (
+    t.replace("...", "".join(free)) for t in (*terms, output)
+  )
+  if len(left) != lhs.ndim or len(right) != rhs.ndim:
+    return None
+  shared = [c for c in left if c in right]
+  rest = [c for c in left + right if c not in shared]
+  if sorted(rest) != sorted(output) or len(set(output)) != len(output):
+    return None
+  dimensions = (
+    (
+      tuple(left.index(c) for c in shared),
+      tuple(right.index(c) for c in shared),
+    ),
+    ((), ()),
+  )
+  return dimensions, [rest.index(c) for c in output]
