@@ -233,8 +233,11 @@ def _distribution(cls, config, sparsity_type, fields) -> dict[str, Any]:
       )
     options["erk_power_scale"] = config["erk_power_scale"]
   sparsity = config.get("sparsity")
-  if sparsity is None and isinstance(sparsity_type, sparsity_types.NByM):
-    sparsity = sparsity_type.sparsity
+  if sparsity is None and _knows_sparsity(sparsity_type):
+    if not options and "dist_type" not in config:
+      return {}
+    if isinstance(sparsity_type, sparsity_types.NByM):
+      sparsity = sparsity_type.sparsity
   if sparsity is None:
     raise ValueError(
       "sparsity_config has no 'sparsity': say what fraction to remove, such as "
@@ -246,6 +249,13 @@ def _distribution(cls, config, sparsity_type, fields) -> dict[str, Any]:
       _DISTRIBUTIONS[name], sparsity=sparsity, **options
     )
   }
+
+
+def _knows_sparsity(sparsity_type) -> bool:
+  """Tell whether some leaves need no sparsity, N:M says it all."""
+  kinds = sparsity_type
+  kinds = kinds.values() if isinstance(kinds, Mapping) else [kinds]
+  return any(isinstance(kind, sparsity_types.NByM) for kind in kinds)
 
 
 def _schedule(cls, config) -> sparsity_schedules.BaseSchedule:
@@ -328,6 +338,8 @@ def config_from_updater(updater: base_updater.BaseUpdater) -> dict[str, Any]:
     elif field.name == "sparsity_distribution_fn":
       if value is not base_updater.UNSET:
         config.update(_spell_distribution(value))
+      elif not _knows_sparsity(updater.sparsity_type):
+        config["sparsity"] = 0.0
     elif field.name == "custom_sparsity_map":
       if value:
         config[field.name] = _spell_map(value)
