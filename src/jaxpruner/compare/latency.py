@@ -1,0 +1,108 @@
+"""Measured inference time of each trained network, relative to dense.
+
+Each network runs through the library's fastest path for its masks,
+`jaxpruner.sparse.accelerate`. Where that is not available (no numba), the
+masked network runs as the dense one does, and takes as long.
+"""
+
+import pathlib
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+import jaxpruner
+from jaxpruner import report
+from jaxpruner.compare import cell as cells
+from jaxpruner.compare import folder, plan
+
+
+def measure_all(
+  path: pathlib.Path,
+  settings: plan.Settings,
+  pending: list[plan.Cell],
+  each: Callable[[dict[str, Any]], None],
+) -> None:
+  """Measure the given cells against the dense one; skip what is missing."""
+  dense_file = path / "weights" / "dense.npz"
+  if not dense_file.exists():
+    return
+  dense = _runner(plan.Cell("dense", 0.0), settings, dense_file)
+  for cell in pending:
+    file = path / "weights" / f"{cell.id}.npz"
+    if not file.exists():
+      continue
+    record: dict[str, Any] = {"cell": cell.id}
+    if cell.algorithm == "dense":
+      each({**record, "ratio": 1.0, "path": "dense"})
+      continue
+    runner = _runner(cell, settings, file)
+    ratio, seconds = ratio_of(runner.call, dense.call)
+    each({**record, "ratio": ratio, "seconds": seconds, "path": runner.path})
+
+
+class _Runner:
+  def __init__(self, call: Callable[[], Any], path: str):
+    self.call, self.path = call, path
+
+
+def _runner(cell, settings, file) -> _Runner:
+  task = cells.cell_task(cell, settings)
+  data = cells.load_data(settings.task, settings.data)
+  inputs = task.example(data)
+  arrays = folder.unpack_arrays(file)
+  shapes = jax.eval_shape(task.init, jax.random.key(0))
+  params = _fill(shapes, arrays, "param")
+  masks = _fill(shapes, arrays, "mask")
+  fast = _accelerated(task.apply, params, masks, inputs)
+  if fast is not None:
+    return _Runner(lambda: fast(inputs), "accelerate")
+  compiled = jax.jit(task.apply)
+  return _Runner(lambda: compiled(params, inputs), "masked dense")
+
+
+def _fill(shapes: Any, arrays: dict[str, np.ndarray], prefix: str) -> Any:
+  def leaf(path, _):
+    found = arrays.get(f"{prefix}:{report.path_name(path)}")
+    return None if found is None else jax.numpy.asarray(found)
+
+  return jax.tree_util.tree_map_with_path(leaf, shapes)
+
+
+def _accelerated(apply, params, masks, inputs) -> Callable | None:
+  """Return `inputs -> outputs` through sparse kernels, or None."""
+  if not jax.tree.leaves(masks):
+    return None
+  try:
+    accelerate = jaxpruner.sparse.accelerate
+  except (AttributeError, ImportError):
+    return None
+  return accelerate(apply, params, inputs, masks=masks)
+
+
+def ratio_of(
+  ours: Callable[[], Any], reference: Callable[[], Any], rounds: int = 15
+) -> tuple[float, float]:
+  """Return (time of `ours` / time of `reference`, seconds of `ours`).
+
+  The two are interleaved, so that whatever else the machine does hits both,
+  and medians are compared.
+  """
+  jax.block_until_ready((ours(), reference()))
+  # Short calls are repeated: one must not be lost in the clock's noise.
+  began = time.perf_counter()
+  jax.block_until_ready(reference())
+  repeats = max(1, min(200, int(2e-3 / (time.perf_counter() - began + 1e-9))))
+  times: tuple[list[float], list[float]] = ([], [])
+  for _ in range(rounds):
+    for call, bucket in zip((ours, reference), times, strict=True):
+      began = time.perf_counter()
+      for _ in range(repeats):
+        result = call()
+      jax.block_until_ready(result)
+      bucket.append((time.perf_counter() - began) / repeats)
+  mine, theirs = map(statistics.median, times)
+  return mine / theirs, mine

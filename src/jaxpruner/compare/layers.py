@@ -1,0 +1,156 @@
+"""The few layers the tasks are made of, as plain functions on dicts."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+Params = dict[str, Any]
+
+
+def dense_init(key: jax.Array, inputs: int, outputs: int) -> Params:
+  """Return `{"kernel", "bias"}` of a linear layer, He-scaled."""
+  scale = math.sqrt(2 / inputs)
+  kernel = scale * jax.random.normal(key, (inputs, outputs))
+  return {"kernel": kernel, "bias": jnp.zeros(outputs)}
+
+
+def dense(params: Params, x: jax.Array) -> jax.Array:
+  """Return `x @ kernel + bias`."""
+  return x @ params["kernel"] + params["bias"]
+
+
+def conv_init(key: jax.Array, size: int, inputs: int, outputs: int) -> Params:
+  """Return `{"kernel", "bias"}` of a size x size convolution (HWIO)."""
+  scale = math.sqrt(2 / (size * size * inputs))
+  kernel = scale * jax.random.normal(key, (size, size, inputs, outputs))
+  return {"kernel": kernel, "bias": jnp.zeros(outputs)}
+
+
+def conv(
+  params: Params, x: jax.Array, stride: int = 1, padding: str = "SAME"
+) -> jax.Array:
+  """Convolve images (NHWC) with the kernel (HWIO) and add the bias."""
+  out = jax.lax.conv_general_dilated(
+    x,
+    params["kernel"],
+    (stride, stride),
+    padding,
+    dimension_numbers=("NHWC", "HWIO", "NHWC"),
+  )
+  return out + params["bias"]
+
+
+def norm_init(width: int) -> Params:
+  """Return `{"scale", "bias"}` of a normalisation layer."""
+  return {"scale": jnp.ones(width), "bias": jnp.zeros(width)}
+
+
+def layer_norm(params: Params, x: jax.Array) -> jax.Array:
+  """Normalise over the last axis."""
+  x = x - x.mean(-1, keepdims=True)
+  x = x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + 1e-6)
+  return x * params["scale"] + params["bias"]
+
+
+def group_norm(params: Params, x: jax.Array, groups: int = 4) -> jax.Array:
+  """Normalise images over space and groups of channels.
+
+  Unlike batch norm it has no running state: every algorithm's network is a
+  pure function of its weights.
+  """
+  *lead, height, width, channels = x.shape
+  groups = math.gcd(groups, channels)
+  x = x.reshape(*lead, height, width, groups, channels // groups)
+  x = x - x.mean((-4, -3, -1), keepdims=True)
+  variance = jnp.square(x).mean((-4, -3, -1), keepdims=True)
+  x = x * jax.lax.rsqrt(variance + 1e-5)
+  x = x.reshape(*lead, height, width, channels)
+  return x * params["scale"] + params["bias"]
+
+
+def mlp_init(key: jax.Array, sizes: Sequence[int]) -> Params:
+  """Return linear layers `layer_0, layer_1, ...` between the sizes."""
+  keys = jax.random.split(key, len(sizes) - 1)
+  return {
+    f"layer_{i}": dense_init(keys[i], a, b)
+    for i, (a, b) in enumerate(zip(sizes[:-1], sizes[1:], strict=True))
+  }
+
+
+def mlp(params: Params, x: jax.Array) -> jax.Array:
+  """Apply the layers with ReLU between them."""
+  for i in range(len(params)):
+    x = dense(params[f"layer_{i}"], jax.nn.relu(x) if i else x)
+  return x
+
+
+def block_init(key: jax.Array, width: int, cross: bool = False) -> Params:
+  """Return one pre-norm transformer block (4 x wide MLP)."""
+  keys = iter(jax.random.split(key, 10))
+  params = {
+    "norm_1": norm_init(width),
+    "norm_2": norm_init(width),
+    "attention": _attention_init(keys, width),
+    "up": dense_init(next(keys), width, 4 * width),
+    "down": dense_init(next(keys), 4 * width, width),
+  }
+  if cross:
+    params["norm_3"] = norm_init(width)
+    params["cross"] = _attention_init(keys, width)
+  return params
+
+
+def _attention_init(keys, width: int) -> Params:
+  names = ("query", "key", "value", "out")
+  return {name: dense_init(next(keys), width, width) for name in names}
+
+
+def block(
+  params: Params,
+  x: jax.Array,
+  heads: int,
+  causal: bool = False,
+  memory: jax.Array | None = None,
+) -> jax.Array:
+  """Apply self-attention, attention to `memory` if given, and the MLP."""
+  y = layer_norm(params["norm_1"], x)
+  x = x + attention(params["attention"], y, y, heads, causal)
+  if memory is not None:
+    y = layer_norm(params["norm_3"], x)
+    x = x + attention(params["cross"], y, memory, heads)
+  y = jax.nn.gelu(dense(params["up"], layer_norm(params["norm_2"], x)))
+  return x + dense(params["down"], y)
+
+
+def attention(
+  params: Params,
+  x: jax.Array,
+  memory: jax.Array,
+  heads: int,
+  causal: bool = False,
+) -> jax.Array:
+  """Attend from `x` (..., t, width) to `memory` (..., s, width)."""
+
+  def split(name: str, y: jax.Array) -> jax.Array:
+    y = dense(params[name], y)
+    return y.reshape(*y.shape[:-1], heads, y.shape[-1] // heads)
+
+  query, key = split("query", x), split("key", memory)
+  value = split("value", memory)
+  logits = jnp.einsum("...thd,...shd->...hts", query, key)
+  logits = logits / math.sqrt(query.shape[-1])
+  if causal:
+    seen = jnp.tri(x.shape[-2], memory.shape[-2], dtype=bool)
+    logits = jnp.where(seen, logits, -1e9)
+  mixed = jnp.einsum("...hts,...shd->...thd", jax.nn.softmax(logits), value)
+  return dense(params["out"], mixed.reshape(x.shape))
+
+
+def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
+  """Return the mean negative log-likelihood (nats) of integer labels."""
+  logp = jax.nn.log_softmax(logits)
+  picked = jnp.take_along_axis(logp, labels[..., None], -1)
+  return -picked.mean()

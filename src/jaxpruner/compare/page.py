@@ -1,0 +1,156 @@
+"""report.html: the table, the pictures and the protocol in one file."""
+
+import html
+import json
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+from jaxpruner.compare import folder, pictures, table
+
+_CSS = """
+body { font: 15px/1.5 system-ui, sans-serif; color: #1b1b1b; margin: 2rem auto;
+  max-width: 1240px; padding: 0 1rem; }
+h1 { font-size: 1.6rem; margin-bottom: .2rem; } h2 { margin-top: 2.2rem; }
+.meta { color: #555; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums;
+  font-size: 13.5px; margin: .6rem 0 1.6rem; }
+th, td { padding: .28rem .6rem; text-align: right; white-space: nowrap; }
+th:first-child, td:first-child { text-align: left; }
+thead th { border-bottom: 2px solid #1b1b1b; border-top: 2px solid #1b1b1b; }
+tr.group td { font-style: italic; text-align: left; padding-top: .7rem;
+  border-bottom: 1px solid #ccc; }
+tbody tr:last-child td { border-bottom: 2px solid #1b1b1b; }
+td.failed { color: #a40000; text-align: left; white-space: normal; }
+figure { margin: 1.2rem 0; overflow-x: auto; }
+figcaption { color: #555; max-width: 70ch; }
+figure svg { max-width: 100%; height: auto; }
+pre { background: #f5f5f5; padding: .8rem; overflow-x: auto;
+  font-size: 12.5px; }
+.scroll { overflow-x: auto; }
+"""
+
+_CAPTIONS = {
+  "metric": "The metric against sparsity, a panel per category: algorithms in "
+  "different panels had different budgets. The band is the dense network's "
+  "95 % interval; the dashed line a dense network with as many weights as the "
+  "sparse ones.",
+  "layers": "Where the weights were removed.",
+  "masks": "Churn: weights that entered the mask since the previous snapshot, "
+  "relative to those kept. Exploration: weights that were active in at least "
+  "one snapshot.",
+  "loss": "Training loss, averaged over each twentieth of training and over "
+  "seeds.",
+}
+
+_PROTOCOL = """
+For one seed every algorithm starts from the same weights and sees the same
+batches in the same order, with the same optimizer, learning-rate schedule and
+number of steps; only the pruner differs. Intervals are Student's t at 95 %;
+differences to dense are paired by seed. A cell whose realised sparsity differs
+from the request fails. FLOPs are counted on the traced network, weighted by
+the masks; a training step counts the forward pass and both gradients. Bytes
+store a bit per prunable weight and the kept values. Latency and time are
+measured; everything else is the same when the command runs again.
+"""
+
+
+def write_report(paths: Sequence[str], out: str) -> list[table.Row]:
+  """Write report.html and the pictures into `out`; return the rows.
+
+  Args:
+    paths: run folders; several are shown one after another.
+    out: an existing or new folder.
+  """
+  everything: list[table.Row] = []
+  sections = []
+  target = pathlib.Path(out)
+  for path in paths:
+    run = folder.read_run(path)
+    rows = table.rows(path)
+    figures = pictures.draw_all(rows, folder.read_steps(path))
+    everything += rows
+    prefix = "" if len(paths) == 1 else f"{run['settings']['task']}-"
+    inline = {}
+    for name, figure in figures.items():
+      salt = f"{path}/{name}"
+      for kind in ("png", "svg"):
+        content = pictures.render(figure, kind, salt)
+        folder.write_atomic(target / f"{prefix}{name}.{kind}", content)
+        inline[name] = content.decode() if kind == "svg" else ""
+      pictures.plt.close(figure)
+    sections.append(_section(run, rows, inline))
+  title = "jaxpruner compare"
+  page = (
+    "<!doctype html><html lang='en'><head><meta charset='utf-8'>"
+    "<meta name='viewport' content='width=device-width'>"
+    f"<title>{title}</title><style>{_CSS}</style></head><body>"
+    + "".join(sections)
+    + f"<h2>Protocol</h2><p style='max-width:75ch'>{html.escape(_PROTOCOL)}</p>"
+    "</body></html>\n"
+  )
+  folder.write_atomic(target / "report.html", page.encode())
+  return everything
+
+
+def _section(run: dict[str, Any], rows, inline: dict[str, str]) -> str:
+  settings = run["settings"]
+  facts = {key: run[key] for key in run if key != "settings"}
+  parts = [
+    f"<h1>{html.escape(settings['task'])}: sparse training compared</h1>",
+    f"<p class='meta'>{settings['seeds']} seeds; "
+    f"{html.escape(run.get('device', ''))}; jaxpruner "
+    f"{html.escape(run['versions'].get('jaxpruner', ''))}, jax "
+    f"{html.escape(run['versions'].get('jax', ''))}; started "
+    f"{html.escape(run.get('started', ''))}<br>"
+    f"<code>{html.escape(run.get('command', ''))}</code></p>",
+  ]
+  order = ("metric", "layers", "masks", "loss")
+  figures = {
+    name: _figure(name, inline[name]) for name in order if name in inline
+  }
+  parts.append(figures.pop("metric", ""))
+  shown = table.used_columns(rows)
+  for title, block in table.blocks(rows):
+    parts.append(f"<h2>{html.escape(title)}</h2>")
+    parts.append(_html_table(block, shown))
+  parts += figures.values()
+  parts.append("<h2>Settings</h2><pre>")
+  parts.append(
+    html.escape(json.dumps({"settings": settings, **facts}, indent=2))
+  )
+  parts.append("</pre>")
+  return "".join(parts)
+
+
+def _figure(name: str, svg: str) -> str:
+  # An inlined drawing must not bring its XML prologue along.
+  body = svg[svg.index("<svg") :]
+  caption = html.escape(_CAPTIONS[name])
+  return f"<figure>{body}<figcaption>{caption}</figcaption></figure>"
+
+
+def _html_table(block: Sequence[table.Row], shown: Sequence[int]) -> str:
+  names: list[str] = list(table.COLUMNS)
+  names[1] = block[0].metric_name
+  head = "".join(f"<th>{html.escape(names[i])}</th>" for i in shown)
+  lines = [f"<div class='scroll'><table><thead><tr>{head}</tr></thead><tbody>"]
+  group = None
+  for row in block:
+    if row.group != group:
+      group = row.group
+      lines.append(
+        f"<tr class='group'><td colspan='{len(shown)}'>"
+        f"{html.escape(group)}</td></tr>"
+      )
+    texts = [html.escape(text) for text in table.spelled(row)]
+    if row.metric is None:
+      lines.append(
+        f"<tr><td>{texts[0]}</td><td class='failed' "
+        f"colspan='{len(shown) - 1}'>{texts[1]}</td></tr>"
+      )
+    else:
+      cells = "".join(f"<td>{texts[i]}</td>" for i in shown)
+      lines.append(f"<tr>{cells}</tr>")
+  lines.append("</tbody></table></div>")
+  return "".join(lines)

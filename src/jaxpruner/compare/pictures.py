@@ -1,0 +1,304 @@
+"""The pictures of a comparison: metric, layers, masks over time, losses."""
+
+import io
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("agg")
+
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib import ticker
+
+from jaxpruner.compare import plan
+from jaxpruner.compare.table import Row
+
+# Okabe and Ito's palette: distinct to colour-blind readers, and in print.
+_COLOURS = (
+  "#0072B2",
+  "#D55E00",
+  "#009E73",
+  "#CC79A7",
+  "#E69F00",
+  "#56B4E9",
+  "#8C6D1F",
+  "#7F3C8D",
+)
+_MARKERS = "osD^vPX*<>ph"
+_STYLE: Any = {
+  "font.size": 9,
+  "axes.titlesize": 9.5,
+  "axes.spines.top": False,
+  "axes.spines.right": False,
+  "axes.grid": True,
+  "grid.color": "#e6e6e6",
+  "grid.linewidth": 0.6,
+  "axes.axisbelow": True,
+  "legend.frameon": False,
+  "legend.fontsize": 8,
+  "svg.fonttype": "none",
+  "figure.dpi": 100,
+}
+
+Steps = dict[str, list[dict[str, Any]]]
+
+
+def draw_all(table: Sequence[Row], steps: Steps) -> dict[str, Any]:
+  """Return name -> figure for everything the rows and steps allow."""
+  with plt.rc_context(_STYLE):
+    figures = {
+      "metric": draw_metric(table),
+      "layers": draw_layers(table, steps),
+      "masks": draw_masks(table, steps),
+      "loss": draw_loss(table, steps),
+    }
+  return {name: figure for name, figure in figures.items() if figure}
+
+
+def render(figure: Any, kind: str, salt: str = "") -> bytes:
+  """Return a figure as "png" or "svg", the same bytes for the same figure."""
+  buffer = io.BytesIO()
+  metadata = {"Date": None} if kind == "svg" else {"Software": None}
+  with plt.rc_context({**_STYLE, "svg.hashsalt": salt or "jaxpruner"}):
+    figure.savefig(
+      buffer, format=kind, dpi=200, bbox_inches="tight", metadata=metadata
+    )
+  return buffer.getvalue()
+
+
+def _plain(text: str) -> str:
+  # A dollar sign would start a formula.
+  return text.replace("$", r"\$")
+
+
+def _look(names: Sequence[str]) -> dict[str, dict[str, Any]]:
+  return {
+    name: {
+      "color": _COLOURS[i % len(_COLOURS)],
+      "marker": _MARKERS[i % len(_MARKERS)],
+    }
+    for i, name in enumerate(names)
+  }
+
+
+def _algorithms(table: Sequence[Row]) -> list[str]:
+  names = dict.fromkeys(row.algorithm for row in table)
+  return [name for name in names if name not in plan.BASELINES]
+
+
+def draw_metric(table: Sequence[Row]) -> Any:
+  """Metric against sparsity with 95 % intervals, one panel per category."""
+  table = [row for row in table if row.metric is not None]
+  groups = [g for g in dict.fromkeys(r.group for r in table)]
+  groups = [g for g in groups if g != plan.group("dense").title]
+  if not groups:
+    return None
+  levels = sorted({row.sparsity for row in table})
+  figure, axes = plt.subplots(
+    1,
+    len(groups),
+    figsize=(1.2 + 3.3 * len(groups), 3.6),
+    sharey=True,
+    squeeze=False,
+    layout="constrained",
+  )
+  look = _look(_algorithms(table))
+  dense = next((r for r in table if r.algorithm == "dense"), None)
+  small = {r.sparsity: r for r in table if r.algorithm == "small_dense"}
+  for axis, group in zip(axes[0], groups, strict=True):
+    members = _algorithms([row for row in table if row.group == group])
+    if dense and dense.metric:
+      axis.axhline(dense.metric.mean, color="black", lw=1, label="dense")
+      if not math.isnan(dense.metric.low):
+        axis.axhspan(
+          dense.metric.low, dense.metric.high, color="black", alpha=0.08, lw=0
+        )
+    if small:
+      _errorbar(
+        axis,
+        levels,
+        [small.get(s) for s in levels],
+        0.0,
+        color="#777777",
+        marker="_",
+        ls="--",
+        label="small dense",
+      )
+    width = 0.5 / max(1, len(members))
+    for i, name in enumerate(members):
+      points = {r.sparsity: r for r in table if r.algorithm == name}
+      offset = (i - (len(members) - 1) / 2) * width
+      _errorbar(
+        axis,
+        levels,
+        [points.get(s) for s in levels],
+        offset,
+        ls="-",
+        label=name,
+        **look[name],
+      )
+    head, _, tail = group.partition(": ")
+    axis.set_title(_plain(f"{head}\n{tail}" if tail else f"{head}\n"))
+    axis.set_xticks(range(len(levels)), [f"{100 * s:g} %" for s in levels])
+    axis.set_xlim(-0.5, len(levels) - 0.5)
+    axis.set_xlabel("weights removed")
+    axis.grid(axis="x", visible=False)
+    axis.legend(loc="best", handlelength=1.6, borderaxespad=0.2)
+  first = table[0]
+  unit = _unit(first.task)
+  label = f"{first.metric_name} ({unit})" if unit else first.metric_name
+  axes[0][0].set_ylabel(_plain(label))
+  seeds = max(r.metric.n for r in table if r.metric)
+  figure.suptitle(
+    _plain(f"{first.task}: mean over {seeds} seeds, bars are 95 % intervals"),
+    fontsize=10,
+  )
+  return figure
+
+
+def _unit(task: str) -> str:
+  from jaxpruner.compare import tasks
+
+  return tasks.task_class(task).unit if task in tasks.TASKS else ""
+
+
+def _errorbar(axis, levels, points, offset, **look) -> None:
+  found = [
+    (i + offset, p.metric)
+    for i, p in zip(range(len(levels)), points, strict=True)
+    if p is not None and p.metric is not None
+  ]
+  if not found:
+    return
+  x = [x for x, _ in found]
+  mean = np.array([m.mean for _, m in found])
+  low = np.array([m.low for _, m in found])
+  high = np.array([m.high for _, m in found])
+  bars = None if np.isnan(low).any() else np.array([mean - low, high - mean])
+  axis.errorbar(
+    x, mean, bars, lw=1.1, ms=4.5, capsize=2.5, elinewidth=1, **look
+  )
+
+
+def draw_layers(table: Sequence[Row], steps: Steps) -> Any:
+  """Sparsity of each layer at the end, one line of cells per algorithm."""
+  lines = []
+  for row in table:
+    stretches = steps.get(_cell(row))
+    if stretches and stretches[-1]["density"]:
+      label = f"{row.algorithm}, {100 * row.sparsity:g} %"
+      lines.append((label, stretches[-1]["density"]))
+  names = sorted({name for _, density in lines for name in density})
+  if not names:
+    return None
+  grid = np.array(
+    [[100 * (1 - d.get(name, 1.0)) for name in names] for _, d in lines]
+  )
+  figure, axis = plt.subplots(
+    figsize=(2.6 + max(2.5, 0.62 * len(names)), 1.2 + 0.24 * len(lines)),
+    layout="constrained",
+  )
+  image = axis.imshow(grid, aspect="auto", cmap="viridis", vmin=0, vmax=100)
+  axis.grid(False)
+  short = [name.removesuffix("/kernel") for name in names]
+  axis.set_xticks(
+    range(len(names)), map(_plain, short), rotation=40, ha="right"
+  )
+  axis.set_yticks(range(len(lines)), [_plain(label) for label, _ in lines])
+  if len(names) <= 12:
+    for i, j in np.ndindex(*grid.shape):
+      tone = "white" if grid[i, j] < 60 else "black"
+      axis.text(
+        j,
+        i,
+        f"{grid[i, j]:.0f}",
+        ha="center",
+        va="center",
+        color=tone,
+        fontsize=7,
+      )
+  figure.colorbar(image, ax=axis, label="sparsity (%)", shrink=0.8)
+  axis.set_title("Sparsity per layer after training (mean over seeds)")
+  return figure
+
+
+def draw_masks(table: Sequence[Row], steps: Steps) -> Any:
+  """Mask churn and exploration over training, one row per sparsity."""
+  return _curves(
+    table,
+    steps,
+    (
+      ("churn", "weights swapped in\n(% of kept, per 1/20 of training)"),
+      ("explored", "weights active so far (%)"),
+    ),
+    "Masks over training: churn, and exploration",
+  )
+
+
+def draw_loss(table: Sequence[Row], steps: Steps) -> Any:
+  """Training loss, averaged over each stretch of steps and over seeds."""
+  return _curves(table, steps, (("loss", "training loss"),), "Training loss")
+
+
+def _curves(table, steps, columns, title) -> Any:
+  levels = sorted({row.sparsity for row in table})
+  look = _look(_algorithms(table))
+  look["dense"] = {"color": "black", "marker": None}
+  look["small_dense"] = {"color": "#777777", "marker": None}
+  # Losses run side by side; pairs of curves one pair per line.
+  tall = len(columns) > 1
+  shape = (len(levels), len(columns)) if tall else (1, len(levels))
+  figure, axes = plt.subplots(
+    *shape,
+    figsize=(3.6 * shape[1] + 1.4, 2.6 * shape[0] + 0.5),
+    squeeze=False,
+    sharex=True,
+    sharey="col" if tall else "row",
+    layout="constrained",
+  )
+  drawn = {}
+  for i, level in enumerate(levels):
+    for j, (key, label) in enumerate(columns):
+      axis = axes[i][j] if tall else axes[0][i]
+      for row in (r for r in table if r.sparsity == level):
+        stretches = steps.get(_cell(row))
+        if not stretches or (key != "loss" and not stretches[-1]["density"]):
+          continue
+        x = [s["start"] + s["count"] for s in stretches]
+        values = [np.array(s[key], float) for s in stretches]
+        mean = np.array([np.mean(v) for v in values])
+        scale = 1 if key == "loss" else 100
+        style = look[row.algorithm]
+        (line,) = axis.plot(x, scale * mean, lw=1.2, ms=3, markevery=4, **style)
+        drawn[row.algorithm] = line
+      axis.set_title(f"{100 * level:g} % sparse")
+      axis.set_xlabel("training step" if i == shape[0] - 1 or not tall else "")
+      if tall or i == 0:
+        axis.set_ylabel(label)
+      if key == "loss" and drawn:
+        axis.set_yscale("log")
+        for part in (
+          axis.yaxis.set_major_formatter,
+          axis.yaxis.set_minor_formatter,
+        ):
+          part(ticker.FormatStrFormatter("%g"))
+        axis.yaxis.set_minor_locator(ticker.LogLocator(subs=(2, 5)))
+  if not drawn:
+    plt.close(figure)
+    return None
+  figure.legend(
+    drawn.values(),
+    map(_plain, drawn),
+    loc="outside right upper",
+    handlelength=1.8,
+  )
+  figure.suptitle(title, fontsize=10)
+  return figure
+
+
+def _cell(row: Row) -> str:
+  sparsity = 0.0 if row.algorithm == "dense" else row.sparsity
+  return plan.Cell(row.algorithm, sparsity).id

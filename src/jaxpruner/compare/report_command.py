@@ -1,0 +1,50 @@
+"""`jaxpruner report`: rebuild the report of one or several run folders."""
+
+import argparse
+import pathlib
+import sys
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+  """Declare the options."""
+  parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders")
+  parser.add_argument(
+    "--out", help="where report.html goes (default: the first run folder)"
+  )
+  for name in ("json", "csv", "latex", "markdown"):
+    parser.add_argument(
+      f"--{name}",
+      nargs="?",
+      const="-",
+      metavar="FILE",
+      help=f"export the table as {name} (to standard output without FILE)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+  """Write report.html and the pictures, or export the table."""
+  from jaxpruner.compare import folder, page, table, terminal
+
+  exports = {
+    "json": table.to_json,
+    "csv": table.to_csv,
+    "latex": table.to_latex,
+    "markdown": table.to_markdown,
+  }
+  chosen = {name: getattr(args, name) for name in exports}
+  try:
+    if not any(chosen.values()):
+      out = args.out or args.runs[0]
+      terminal.print_table(page.write_report(args.runs, out))
+      print(f"report: {pathlib.Path(out) / 'report.html'}")
+      return 0
+    rows = [row for path in args.runs for row in table.rows(path)]
+    for name, target in chosen.items():
+      if target == "-":
+        sys.stdout.write(exports[name](rows))
+      elif target:
+        folder.write_atomic(pathlib.Path(target), exports[name](rows).encode())
+  except (folder.FolderError, ValueError) as error:
+    print(f"jaxpruner report: {error}", file=sys.stderr)
+    return 1
+  return 0

@@ -1,0 +1,190 @@
+"""What a task is: data, a network, a loss, batches and a metric."""
+
+import dataclasses
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxpruner.compare import layers
+
+PyTree = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+  """Base of all tasks: pure functions around a few numbers.
+
+  Every function is traced: `data` is what `load` returned, `key` is the
+  seed's own key, and nothing may depend on the pruning algorithm. That is
+  what makes two algorithms with one seed see the same initial weights and
+  the same batches.
+
+  Attributes:
+    width: the size that the small dense baseline shrinks.
+    steps: optimizer steps (rounds, for federated tasks).
+    batch_size: examples per step.
+    learning_rate: the peak of the optimizer's schedule.
+  """
+
+  width: int = 64
+  steps: int = 1000
+  batch_size: int = 64
+  learning_rate: float = 1e-3
+
+  name: ClassVar[str] = ""
+  metric: ClassVar[str] = "accuracy"
+  unit: ClassVar[str] = "%"
+  higher_is_better: ClassVar[bool] = True
+  distribution: ClassVar[str] = "erk"
+  # Widths the small dense baseline may take are multiples of this.
+  width_multiple: ClassVar[int] = 1
+  # Keyword arguments for every updater: which leaves stay dense, and so on.
+  pruning: ClassVar[dict[str, Any]] = {}
+  # "vmap" turns seeds into one bigger product, "map" runs them in turn inside
+  # the program: better for convolutions, whose vmapped kernels become grouped
+  # convolutions that XLA's CPU backend runs slowly.
+  batching: ClassVar[str] = "vmap"
+
+  def load(self, folder: str | None = None) -> PyTree:
+    """Return the data as arrays; `folder` overrides where it is looked for."""
+    raise NotImplementedError
+
+  def init(self, key: jax.Array) -> PyTree:
+    """Return the network's initial parameters."""
+    raise NotImplementedError
+
+  def apply(self, params: PyTree, inputs: jax.Array) -> jax.Array:
+    """Run the network: what FLOPs and latency are measured on."""
+    raise NotImplementedError
+
+  def example(self, data: PyTree) -> jax.Array:
+    """Return the inputs that FLOPs and latency are measured with."""
+    return data["test_x"][: self.batch_size]
+
+  def loss(self, params: PyTree, batch: PyTree, key: jax.Array) -> jax.Array:
+    """Return the scalar to minimise."""
+    raise NotImplementedError
+
+  def batches(self, data: PyTree, key: jax.Array, step: jax.Array) -> PyTree:
+    """Return the batch of this step: a function of seed and step alone."""
+    raise NotImplementedError
+
+  def evaluate(self, params: PyTree, data: PyTree) -> dict[str, jax.Array]:
+    """Return the metric under its name, and any further numbers."""
+    raise NotImplementedError
+
+  def optimizer(self) -> optax.GradientTransformation:
+    """Return the optimizer every algorithm is wrapped around."""
+    warmup = max(1, self.steps // 20)
+    schedule = optax.warmup_cosine_decay_schedule(
+      0.0, self.learning_rate, warmup, max(self.steps, warmup + 1)
+    )
+    return optax.adam(schedule)
+
+  # The three below are for tasks whose training is not plain SGD on a data
+  # set: federated rounds override `gradient`, reinforcement learning carries
+  # its environments and replay in a `world`.
+
+  def gradient(
+    self, loss_fn: Any, params: PyTree, batch: PyTree, key: jax.Array
+  ) -> tuple[jax.Array, PyTree]:
+    """Return (loss, gradient) of `loss_fn(params, batch, key)`."""
+    return jax.value_and_grad(loss_fn)(params, batch, key)
+
+  def start(self, params: PyTree, data: PyTree, key: jax.Array) -> PyTree:
+    """Return the world before the first step (nothing, usually)."""
+    del params, data, key
+    return ()
+
+  def interact(
+    self,
+    world: PyTree,
+    params: PyTree,
+    data: PyTree,
+    key: jax.Array,
+    step: jax.Array,
+  ) -> tuple[PyTree, PyTree]:
+    """Return (the next world, this step's batch)."""
+    del params
+    return world, self.batches(data, key, step)
+
+
+class Classification(Task):
+  """A task with images or vectors `x` and integer labels `y`.
+
+  `data` holds `train_x, train_y, test_x, test_y`; images may be uint8 and
+  are turned into floats by `prepare`, batch by batch.
+  """
+
+  noise: ClassVar[float] = 0.5
+
+  def prepare(self, inputs: jax.Array) -> jax.Array:
+    """Return stored inputs as the network's standardised floats."""
+    return inputs
+
+  def batches(self, data: PyTree, key: jax.Array, step: jax.Array) -> PyTree:
+    """Draw a batch uniformly, with replacement."""
+    key = jax.random.fold_in(key, step)
+    size = (self.batch_size,)
+    rows = jax.random.randint(key, size, 0, data["train_y"].shape[0])
+    return {
+      "x": self.prepare(data["train_x"][rows]),
+      "y": data["train_y"][rows],
+    }
+
+  def example(self, data: PyTree) -> jax.Array:
+    return self.prepare(data["test_x"][: self.batch_size])
+
+  def loss(self, params: PyTree, batch: PyTree, key: jax.Array) -> jax.Array:
+    del key
+    return layers.cross_entropy(self.apply(params, batch["x"]), batch["y"])
+
+  def evaluate(self, params: PyTree, data: PyTree) -> dict[str, jax.Array]:
+    """Return accuracy, accuracy under Gaussian noise, and ECE, in percent."""
+    x, y = data["test_x"], data["test_y"]
+    slices = max(1, round(len(y) / 1000))
+    size = -(-len(y) // slices)
+
+    def piece(start: jax.Array):
+      # The last slice is shifted back to stay in range; `fresh` drops what
+      # it repeats.
+      first = jnp.minimum(start, len(y) - size)
+      fresh = jnp.arange(size) + first >= start
+      inputs = self.prepare(jax.lax.dynamic_slice_in_dim(x, first, size))
+      labels = jax.lax.dynamic_slice_in_dim(y, first, size)
+      key = jax.random.fold_in(jax.random.key(0), start)
+      noisy = inputs + self.noise * jax.random.normal(key, inputs.shape)
+      probabilities = jax.nn.softmax(self.apply(params, inputs))
+      guess = self.apply(params, noisy).argmax(-1)
+      return (
+        probabilities.max(-1),
+        probabilities.argmax(-1) == labels,
+        guess == labels,
+        fresh,
+      )
+
+    starts = jnp.arange(slices) * size
+    confidence, right, right_noisy, fresh = jax.lax.map(piece, starts)
+    total = fresh.sum()
+    return {
+      "accuracy": 100 * (right & fresh).sum() / total,
+      "noise_accuracy": 100 * (right_noisy & fresh).sum() / total,
+      "ece": 100 * calibration_error(confidence, right, fresh),
+    }
+
+
+def calibration_error(
+  confidence: jax.Array, right: jax.Array, weight: jax.Array, bins: int = 15
+) -> jax.Array:
+  """Return the expected calibration error over equal-width bins.
+
+  ECE = sum over bins of |share right - mean confidence| * share of examples
+  (Guo et al., 2017).
+  """
+  weight = weight.ravel().astype(jnp.float32)
+  which = jnp.clip((confidence.ravel() * bins).astype(jnp.int32), 0, bins - 1)
+  gap = (right.ravel().astype(jnp.float32) - confidence.ravel()) * weight
+  per_bin = jnp.zeros(bins).at[which].add(gap)
+  return jnp.abs(per_bin).sum() / weight.sum()
