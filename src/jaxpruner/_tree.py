@@ -166,7 +166,7 @@ def pin_moments(
 
   def pin(path, leaf, new):
     param, kept = _owner(table, path)
-    if param is None or not _per_weight(leaf, param):
+    if kept is None or not _per_weight(leaf, param):
       return leaf
     return jnp.where(kept, leaf, jnp.asarray(new, leaf.dtype))
 
@@ -176,16 +176,21 @@ def pin_moments(
 def unmatched_moments(
   state: PyTree, params: PyTree, keep: list[Any]
 ) -> list[str]:
-  """Name the state leaves that belong to a pruned parameter, but not by weight.
+  """Name the state leaves that speak of pruned weights, but not one by one.
 
-  Factored statistics (Adafactor's rows and columns) are such: no entry belongs
-  to one weight, so none can be made fresh when a weight grows.
+  Factored statistics (the rows and columns of Adafactor and SM3) and flattened
+  ones are such: no entry belongs to one weight by its place, so none can be
+  made fresh when a weight grows.
   """
   table = _moments_table(params, keep)
   found = []
   for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
-    param, _ = _owner(table, path)
-    if param is not None and np.size(leaf) > 1 and not _per_weight(leaf, param):
+    param, kept = _owner(table, path)
+    foreign = param is None and jnp.issubdtype(
+      jnp.result_type(leaf), jnp.floating
+    )
+    shared = kept is not None and not _per_weight(leaf, param)
+    if np.size(leaf) > 1 and (foreign or shared):
       found.append(join(path_names(path)))
   return found
 
@@ -195,7 +200,6 @@ def _moments_table(params: PyTree, keep: list[Any]) -> dict[Any, Any]:
   return {
     path: (leaf, kept)
     for (path, leaf), kept in zip(leaves, keep, strict=True)
-    if kept is not None
   }
 
 

@@ -273,9 +273,9 @@ class BaseUpdater:
             strict=True,
           )
         ]
-        inner_state = _tree.pin_moments(
-          inner_state, inner.init(params), params, keep
-        )
+        # Some moments start at the parameter: that of a pruned one is zero.
+        fresh = inner.init(self.apply_masks(params, state.masks))
+        inner_state = _tree.pin_moments(inner_state, fresh, params, keep)
       new_updates = self.confine(new_updates, state, params)
       state = state._replace(
         inner_state=inner_state,
@@ -502,8 +502,9 @@ class BaseUpdater:
 
   def _update_if(self, due, state, params, grads) -> SparseState:
     """Update the state when due; the conditional carries only what changes."""
-    if due is False:
-      return state
+    if not isinstance(due, jax.core.Tracer):
+      # An eager conditional would be compiled anew at every step.
+      return self.update_state(state, params, grads) if due else state
     leaves, treedef = jax.tree.flatten(state)
     closed, shape = jax.make_jaxpr(self.update_state, return_shape=True)(
       state, params, grads
@@ -563,7 +564,7 @@ class BaseUpdater:
     )
     if stay:
       warnings.warn(
-        f"{type(self).__name__}: the optimizer keeps factored statistics "
+        f"{type(self).__name__}: the optimizer keeps shared statistics "
         f"({stay[0]} and {len(stay) - 1} more) that belong to no single weight; "
         "they are not reset when a weight grows",
         stacklevel=3,
