@@ -9,15 +9,19 @@ from typing import Any
 
 # name -> the module below jaxpruner.sparse that defines it
 _MODULES = {
+  "Accelerated": "acceleration",
   "Bitmask": "format_bitmask",
   "Block": "format_block",
   "Compact": "format_compact",
   "FileFormatError": "files",
+  "LayerReport": "acceleration",
   "NM": "format_nm",
+  "Report": "acceleration",
   "Sell": "format_sell",
   "Sizes": "interchange",
   "SparseMatrix": "formats",
   "SparseTensor": "formats",
+  "accelerate": "acceleration",
   "bytes_report": "interchange",
   "conv_contract": "ops",
   "conv_general_dilated": "ops",
@@ -42,9 +46,12 @@ def __getattr__(name: str) -> Any:
       f"{', '.join(__all__)}"
     )
   module = importlib.import_module(f"{__name__}.{_MODULES[name]}")
-  value = getattr(module, name)
-  globals()[name] = value
-  return value
+  # All of its names at once: importing a module puts the module itself here,
+  # and must not hide a function of the same name.
+  for other, home in _MODULES.items():
+    if home == _MODULES[name]:
+      globals()[other] = getattr(module, other)
+  return globals()[name]
 
 
 def __dir__() -> list[str]:

@@ -1,0 +1,194 @@
+"""Which format for which weight: a short list by structure, then a stopwatch.
+
+Structure decides what is worth trying; the time of the very product the model
+runs, on this machine, at the traced batch, decides what is kept. Timings are
+cached, so identical layers and later runs measure nothing.
+"""
+
+import functools
+import hashlib
+import json
+import os
+import pathlib
+import platform
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpruner.sparse import formats
+from jaxpruner.sparse._rewrite import Stacked
+
+Timer = Callable[[Mapping[str, Callable[[], Any]]], dict[str, float]]
+
+# Below this many weights a product is not worth replacing.
+MIN_SIZE = 4096
+# How much faster than dense a format must be: beyond timing noise.
+MARGIN = 1.1
+BLOCK_SIZES = (128, 64, 32)
+
+
+def measure(
+  thunks: Mapping[str, Callable[[], Any]], budget: float = 0.2
+) -> dict[str, float]:
+  """Return the median seconds of each thunk, run in turns.
+
+  Turns, because a machine that slows down for a moment should slow down all.
+  """
+  for thunk in thunks.values():
+    jax.block_until_ready(thunk())
+  times: dict[str, list[float]] = {name: [] for name in thunks}
+  start = time.perf_counter()
+  while len(times[next(iter(times))]) < 5 or (
+    time.perf_counter() - start < budget and len(times[next(iter(times))]) < 101
+  ):
+    for name, thunk in thunks.items():
+      begin = time.perf_counter()
+      jax.block_until_ready(thunk())
+      times[name].append(time.perf_counter() - begin)
+  return {name: float(np.median(t)) for name, t in times.items()}
+
+
+def candidates(kept: np.ndarray) -> dict[str, dict[str, Any]]:
+  """Return the formats, with their options, that may beat dense.
+
+  Args:
+    kept: the boolean (contracted, kept) mask of one weight.
+  """
+  density = kept.mean()
+  found: dict[str, dict[str, Any]] = {}
+  inner = kept.any(axis=1).mean() * kept.any(axis=0).mean()
+  if inner <= 0.9:
+    found["compact"] = {}
+  for size in BLOCK_SIZES:
+    if min(kept.shape) < size:
+      continue
+    stored = block_density(kept, size)
+    # Blocks must be mostly full, and not merely removed rows and columns.
+    if stored <= 0.6 and density >= 0.7 * stored and stored < 0.9 * inner:
+      found["block"] = {"block_shape": (size, size)}
+      break
+  if density <= 0.45:
+    found["sell"] = {}
+  return found
+
+
+def block_density(kept: np.ndarray, size: int) -> float:
+  """Return the fraction of the area in blocks that keep anything."""
+  rows = np.add.reduceat(kept, np.arange(0, kept.shape[0], size), axis=0)
+  both = np.add.reduceat(rows, np.arange(0, kept.shape[1], size), axis=1)
+  return float((both > 0).mean())
+
+
+def pack(
+  leaf: np.ndarray,
+  kept: np.ndarray,
+  format: str,
+  contract: tuple[int, ...],
+  stacked: bool,
+  options: Mapping[str, Any],
+) -> formats.Sparse:
+  """Pack a weight, or a stack of them padded to equal length."""
+  if not stacked:
+    return formats.pack(leaf, kept, format=format, contract=contract, **options)
+  layers = [
+    formats.pack(w, k, format=format, contract=contract, **options)
+    for w, k in zip(leaf, kept, strict=True)
+  ]
+  lengths = [[a.shape for a in jax.tree.leaves(layer)] for layer in layers]
+  target = [tuple(np.max(s, axis=0)) for s in zip(*lengths, strict=True)]
+
+  def grown(layer):
+    arrays, treedef = jax.tree.flatten(layer)
+    padded = [
+      jnp.pad(a, [(0, n - m) for m, n in zip(a.shape, t, strict=True)])
+      for a, t in zip(arrays, target, strict=True)
+    ]
+    return treedef.unflatten(padded)
+
+  stack = jax.tree.map(lambda *a: jnp.stack(a), *map(grown, layers))
+  return Stacked(stack, len(layers))
+
+
+def key(leaf: Any, kept: np.ndarray, use: Any, tried: Mapping[str, Any]) -> str:
+  """Name a measurement by all that its outcome depends on."""
+  parts = (
+    _machine(), use.operation, use.contract, use.x.shape, str(use.x.dtype),
+    leaf.shape, str(leaf.dtype), use.stacked, round(float(kept.mean()), 2),
+    sorted((name, str(options)) for name, options in tried.items()),
+  )  # fmt: skip
+  return hashlib.sha256(repr(parts).encode()).hexdigest()[:24]
+
+
+@functools.cache
+def _machine() -> tuple[str, ...]:
+  cpu = platform.processor() or platform.machine()
+  info = pathlib.Path("/proc/cpuinfo")
+  if info.exists():
+    lines = info.read_text().splitlines()
+    cpu = next((l for l in lines if l.startswith("model name")), cpu)
+  return cpu, str(os.cpu_count()), jax.__version__, jax.default_backend()
+
+
+class Timings:
+  """Measured seconds by key, in memory and in one JSON file."""
+
+  def __init__(self, path: pathlib.Path | None):
+    self.path = path
+    self.table: dict[str, dict[str, float]] = {}
+    if path is not None and path.exists():
+      try:
+        self.table = json.loads(path.read_text())
+      except ValueError:
+        # A damaged cache costs a new measurement, never a wrong answer.
+        self.table = {}
+
+  def save(self) -> None:
+    """Write the file in one piece, or not at all."""
+    if self.path is None:
+      return
+    self.path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=self.path.parent)
+    with os.fdopen(handle, "w") as file:
+      json.dump(self.table, file)
+    os.replace(name, self.path)
+
+
+def default_cache() -> pathlib.Path:
+  """Return where timings are kept: $JAXPRUNER_CACHE_DIR or ~/.cache."""
+  base = os.environ.get("JAXPRUNER_CACHE_DIR")
+  if base is None:
+    home = os.environ.get("XDG_CACHE_HOME", "~/.cache")
+    base = os.path.join(os.path.expanduser(home), "jaxpruner")
+  return pathlib.Path(base) / "sparse_timings.json"
+
+
+def time_formats(
+  leaf: np.ndarray,
+  kept: np.ndarray,
+  use: Any,
+  tried: Mapping[str, Mapping[str, Any]],
+  timer: Timer,
+) -> dict[str, float]:
+  """Time the product with the dense weight and with every candidate."""
+  layer, mask = (leaf[0], kept[0]) if use.stacked else (leaf, kept)
+  x = jax.random.normal(jax.random.key(0), use.x.shape).astype(use.x.dtype)
+  weights: dict[str, Any] = {"dense": jnp.asarray(layer)}
+  for name, options in tried.items():
+    weights[name] = formats.pack(
+      layer, mask, format=name, contract=use.contract, **options
+    )
+  product = jax.jit(use.run)
+  return timer(
+    {name: functools.partial(product, x, w) for name, w in weights.items()}
+  )
+
+
+def fastest(times: Mapping[str, float]) -> str:
+  """Return the quickest format, or "dense" unless it wins by the margin."""
+  best = min(times, key=lambda name: times[name])
+  return best if times["dense"] >= MARGIN * times[best] else "dense"

@@ -1,0 +1,260 @@
+"""Make a pruned model fast without editing it."""
+
+import dataclasses
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxpruner import _tree
+from jaxpruner.sparse import _choose, _rewrite, sell_product
+from jaxpruner.sparse.formats import Sparse
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerReport:
+  """What happened to one weight, and why."""
+
+  name: str
+  shape: tuple[int, ...]
+  sparsity: float
+  format: str
+  rule: str
+  dense_bytes: int
+  bytes: int
+  times: dict[str, float]  # seconds of its product, by format
+
+  @property
+  def speedup(self) -> float | None:
+    """Measured time of the dense product over that of the chosen one."""
+    if not self.times:
+      return None
+    return self.times["dense"] / self.times[self.format]
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+  """What `accelerate` did; `print(report)` shows it as a table."""
+
+  layers: tuple[LayerReport, ...]
+  dense_seconds: float
+  seconds: float
+  rule: str
+
+  @property
+  def speedup(self) -> float:
+    """Measured time of the dense function over that of the returned one."""
+    return self.dense_seconds / self.seconds
+
+  @property
+  def dense_bytes(self) -> int:
+    return sum(layer.dense_bytes for layer in self.layers)
+
+  @property
+  def bytes(self) -> int:
+    return sum(layer.bytes for layer in self.layers)
+
+  def __str__(self) -> str:
+    head = ("weight", "shape", "sparsity", "format", "bytes", "speed", "rule")
+    rows: list[tuple[str, ...]] = [head]
+    for l in self.layers:
+      speed = "" if l.speedup is None else f"{l.speedup:.2f}x"
+      size = f"{l.bytes / l.dense_bytes:.3f}x" if l.dense_bytes else ""
+      shape = "x".join(map(str, l.shape))
+      rows.append(
+        (l.name, shape, f"{l.sparsity:.1%}", l.format, size, speed, l.rule)
+      )
+    widths = [max(len(r[i]) for r in rows) for i in range(len(head))]
+    lines = [
+      "  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)).rstrip()
+      for r in rows
+    ]
+    ratio = self.bytes / self.dense_bytes if self.dense_bytes else 1.0
+    lines.append(
+      f"whole function: {self.dense_seconds * 1e3:.3f} ms dense, "
+      f"{self.seconds * 1e3:.3f} ms now, {self.speedup:.2f}x; weights "
+      f"{ratio:.3f}x; {self.rule}"
+    )
+    return "\n".join(lines)
+
+
+class Accelerated:
+  """The user's function with sparse weights inside: `fast(*inputs)`.
+
+  `fast.params` is the tree with sparse leaves, and `fast.apply(params,
+  *inputs)` the pure function of both, for use in a larger `jit`, in `grad`
+  (with respect to inputs, or to `leaf.values`) or in `jax.export`.
+  """
+
+  def __init__(self, function: Callable[..., Any], params: Any):
+    self._function = function
+    self.params = params
+    leaves, treedef = jax.tree.flatten(params)
+    arrays = [hasattr(leaf, "dtype") for leaf in leaves]
+
+    def call(values, *inputs):
+      given = iter(values)
+      full = [
+        next(given) if a else leaf
+        for leaf, a in zip(leaves_static, arrays, strict=True)
+      ]
+      return self.apply(treedef.unflatten(full), *inputs)
+
+    # Weights are arguments of the compiled program, never its constants.
+    leaves_static = [
+      None if a else leaf for leaf, a in zip(leaves, arrays, strict=True)
+    ]
+    self._values = [leaf for leaf, a in zip(leaves, arrays, strict=True) if a]
+    self._jitted = jax.jit(call)
+
+  def apply(self, params: Any, *inputs: Any) -> Any:
+    """Return function(params, *inputs), with products by sparse leaves."""
+    return _rewrite.run(self._function, params, inputs)
+
+  def __call__(self, *inputs: Any) -> Any:
+    return self._jitted(self._values, *inputs)
+
+
+def accelerate(
+  apply_fn: Callable[..., Any],
+  params: Any,
+  *example_inputs: Any,
+  masks: Any = None,
+  cache: str | pathlib.Path | None = "default",
+  timer: _choose.Timer = _choose.measure,
+) -> tuple[Accelerated, Report]:
+  """Replace products by sparse weights wherever that is measurably faster.
+
+  `apply_fn` is traced, not edited. Every weight that is used in nothing but
+  products (dense layers, attention, convolutions; inside `jit`, `scan`,
+  `remat`, custom derivatives) and is sparse is packed in the formats that suit
+  its structure; each is timed against dense on the product the model runs, and
+  the fastest is kept if it wins by 10 %. At last the whole function is timed:
+  were it not faster than dense, the dense one is returned.
+
+  Args:
+    apply_fn: `apply_fn(params, *inputs)`, from any framework.
+    params: its parameters, pruned.
+    *example_inputs: inputs of the shapes to be fast for. Other shapes work too.
+    masks: 1 = kept, `None` for dense leaves; by default what is not zero is
+      kept. A kept zero stays trainable in `fast.params`.
+    cache: file for timings; None measures anew and stores nothing.
+    timer: `{name: thunk} -> {name: seconds}`, to decide by something else.
+
+  Returns:
+    `(fast, report)`: `fast(*inputs)` returns what `apply_fn(params, *inputs)`
+    does, to rounding; `print(report)` shows what was chosen, and why.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> from jaxpruner import sparse
+    >>> params = {"w": jnp.eye(64)}
+    >>> model = lambda params, x: jnp.tanh(x @ params["w"])
+    >>> fast, report = sparse.accelerate(
+    ...   model, params, jnp.ones((1, 64)), cache=None)
+    >>> fast(jnp.ones((1, 64))).shape
+    (1, 64)
+  """
+  path = _choose.default_cache() if cache == "default" else cache
+  timings = _choose.Timings(None if path is None else pathlib.Path(path))
+  named, treedef = _tree.flatten_with_names(params)
+  all_masks = _tree.align(params, masks)
+  inputs = jax.tree.map(_concrete, example_inputs)
+  uses = _rewrite.find_uses(apply_fn, params, inputs)
+  leaves, layers = [], []
+  for (names, leaf), mask, where in zip(named, all_masks, uses, strict=True):
+    new, layer = _replace(_tree.join(names), leaf, mask, where, timings, timer)
+    leaves.append(new)
+    layers.append(layer)
+  timings.save()
+  dense_leaves = [
+    leaf if mask is None else jax.numpy.where(mask, leaf, 0)
+    for (_, leaf), mask in zip(named, all_masks, strict=True)
+  ]
+  dense = Accelerated(apply_fn, treedef.unflatten(dense_leaves))
+  fast = Accelerated(apply_fn, treedef.unflatten(leaves))
+  if not any(isinstance(leaf, Sparse) for leaf in leaves):
+    seconds = timer({"dense": lambda: dense(*inputs)})["dense"]
+    rule = "no weight gains from a sparse format: dense kept"
+    return dense, _report(layers, seconds, seconds, rule)
+  times = timer({
+    "dense": lambda: dense(*inputs), "sparse": lambda: fast(*inputs)
+  })  # fmt: skip
+  if times["sparse"] > times["dense"]:
+    layers = [
+      dataclasses.replace(l, format="dense", bytes=l.dense_bytes)
+      for l in layers
+    ]
+    rule = "the whole function was not faster: dense kept"
+    return dense, _report(layers, times["dense"], times["dense"], rule)
+  rule = "sparse where measured faster"
+  return fast, _report(layers, times["dense"], times["sparse"], rule)
+
+
+def _replace(
+  name: str,
+  leaf: Any,
+  mask: Any,
+  uses: list[_rewrite.Use],
+  timings: _choose.Timings,
+  timer: _choose.Timer,
+) -> tuple[Any, LayerReport]:
+  """Return the leaf in its best format, and the account of it."""
+  shape = tuple(getattr(leaf, "shape", ()))
+  size = getattr(leaf, "nbytes", 0)
+
+  def stays(rule, sparsity=0.0, times=None):
+    report = LayerReport(
+      name, shape, sparsity, "dense", rule, size, size, times or {}
+    )
+    return leaf if mask is None else jax.numpy.where(mask, leaf, 0), report
+
+  if not hasattr(leaf, "dtype") or not uses:
+    return stays("not used by the function")
+  if not jax.numpy.issubdtype(leaf.dtype, jax.numpy.floating):
+    return stays("not a floating array")
+  dense = np.asarray(leaf)
+  kept = dense != 0 if mask is None else np.asarray(mask).astype(bool)
+  sparsity = 1 - float(kept.mean()) if kept.size else 0.0
+  others = sorted({u.operation for u in uses} - {"dot", "conv"})
+  if others:
+    return stays(f"also used by {', '.join(others)}", sparsity)
+  if dense.size < _choose.MIN_SIZE:
+    return stays(f"fewer than {_choose.MIN_SIZE} weights", sparsity)
+  if len({(u.contract, u.stacked) for u in uses}) > 1:
+    return stays("contracted along different axes", sparsity)
+  use = max(uses, key=lambda u: int(np.prod(u.x.shape)))
+  sample = kept[0] if use.stacked else kept
+  tried = _choose.candidates(_choose.formats.fold(sample, use.contract))
+  if sell_product.load_kernel() is None:
+    tried.pop("sell", None)
+  if use.stacked:
+    # Blocks and removed channels have shapes of their own in every layer.
+    tried = {n: o for n, o in tried.items() if n == "sell"}
+  if not tried:
+    return stays("too dense, or no structure to use", sparsity)
+  key = _choose.key(dense, kept, use, tried)
+  if key not in timings.table:
+    timings.table[key] = _choose.time_formats(dense, kept, use, tried, timer)
+  times = timings.table[key]
+  best = _choose.fastest(times)
+  if best == "dense":
+    return stays(f"dense is fastest of {len(times)}", sparsity, times)
+  new = _choose.pack(dense, kept, best, use.contract, use.stacked, tried[best])
+  rule = f"fastest of {len(times)} measured"
+  return new, LayerReport(
+    name, shape, sparsity, best, rule, size, new.nbytes, times
+  )
+
+
+def _concrete(x: Any) -> Any:
+  """Fill in an example that is only a shape."""
+  if isinstance(x, jax.ShapeDtypeStruct):
+    return jax.numpy.zeros(x.shape, x.dtype)
+  return x
+
+
+def _report(layers: Any, dense: float, now: float, rule: str) -> Report:
+  return Report(tuple(layers), dense, now, rule)
