@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeAlias
 
@@ -70,14 +71,27 @@ def apply_mask(param: Array, mask: Any, is_packed: bool = False) -> Array:
   """
   if _tree.is_dense(mask):
     return param
+  check_fit(mask, param.shape, is_packed)
   if is_packed:
     mask = mask_calculator.unpack_mask(mask, param.shape)
-  elif np.shape(mask) != param.shape:
-    raise ValueError(
-      f"mask of shape {np.shape(mask)} does not fit the parameter of shape "
-      f"{param.shape}; packed masks need is_packed=True"
-    )
   return jnp.where(mask, param, jnp.zeros((), param.dtype))
+
+
+def check_fit(
+  mask: Any, shape: tuple[int, ...], is_packed: bool, name: str = ""
+) -> None:
+  """Raise if a mask cannot belong to a parameter of this shape."""
+  found = np.shape(mask)
+  fits = found == shape
+  if is_packed:
+    fits = math.prod(found) == -(-math.prod(shape) // 8)
+  if not fits:
+    where = f"params leaf {name!r}: " if name else ""
+    raise ValueError(
+      f"{where}mask of shape {found} does not fit the parameter of shape "
+      f"{shape}; packed masks need is_packed=True (use_packed_masks), others "
+      "False"
+    )
 
 
 def find_state(opt_state: PyTree) -> SparseState:
@@ -122,19 +136,47 @@ def params_key(params: PyTree) -> Array:
   Integer sums wrap around in any order alike: the key does not depend on how
   the parameters are sharded.
   """
+  leaves = jax.tree.leaves(params)
+  return _key_of(
+    [
+      leaf
+      for leaf in leaves
+      if jnp.issubdtype(jnp.result_type(leaf), jnp.floating)
+    ]
+  )
+
+
+@jax.jit
+def _key_of(leaves: list[Array]) -> Array:
   total = jnp.zeros([], jnp.uint32)
-  for leaf in jax.tree.leaves(params):
-    if jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
-      bits = jax.lax.bitcast_convert_type(
-        jnp.asarray(leaf).astype(jnp.float32), jnp.uint32
-      )
-      total = total * 31 + jnp.sum(bits, dtype=jnp.uint32)
+  for leaf in leaves:
+    bits = jax.lax.bitcast_convert_type(
+      jnp.asarray(leaf).astype(jnp.float32), jnp.uint32
+    )
+    total = total * 31 + jnp.sum(bits, dtype=jnp.uint32)
   return jax.random.key_data(jax.random.key(total))
+
+
+@functools.partial(jax.jit, static_argnames="names")
+def draw(
+  data: Array, salt: Any, leaves: list[Array], names: tuple[_tree.Names, ...]
+) -> list[Array]:
+  """Return uniform float32 scores that depend on key, salt and path only."""
+  key = jax.random.fold_in(jax.random.wrap_key_data(data), salt)
+  return [
+    _tree.shard_like(
+      jax.random.uniform(_tree.leaf_key(key, path), leaf.shape, jnp.float32),
+      leaf,
+    )
+    for path, leaf in zip(names, leaves, strict=True)
+  ]
 
 
 def refuse_nan(leaves: list[tuple[_tree.Names, Any]]) -> None:
   """Raise outside `jit` if scores hold NaN, naming path and count."""
   for names, scores in leaves:
+    if callable(scores):
+      scores = scores()
     if isinstance(scores, jax.core.Tracer):
       continue
     if not jnp.issubdtype(jnp.result_type(scores), jnp.inexact):

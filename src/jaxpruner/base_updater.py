@@ -13,6 +13,7 @@ import numpy as np
 import optax
 
 from jaxpruner import (
+  _lazy,
   _tree,
   mask_calculator,
   sparsity_distributions,
@@ -27,7 +28,9 @@ from jaxpruner._state import (
   SparseState,
   Sparsities,
   apply_mask,
+  check_fit,
   check_seed,
+  draw,
   find_state,
   frozen,
   params_key,
@@ -81,10 +84,12 @@ class BaseUpdater:
 
   def __post_init__(self):
     for name in ("is_mask_update_iter", "get_sparsity_at_step"):
-      if not callable(getattr(self.scheduler, name, None)):
+      if isinstance(self.scheduler, type) or not callable(
+        getattr(self.scheduler, name, None)
+      ):
         raise ValueError(
           f"scheduler={self.scheduler!r} has no method {name}; use one of "
-          "jaxpruner.sparsity_schedules"
+          "jaxpruner.sparsity_schedules, such as OneShotSchedule(0)"
         )
     for name in ("skip_gradients", "is_sparse_gradients", "use_packed_masks"):
       if not isinstance(getattr(self, name), bool | np.bool_):
@@ -135,7 +140,7 @@ class BaseUpdater:
   ) -> PyTree:
     """Return a tree of scores like `params`; the highest are kept."""
     raise TypeError(
-      f"{type(self).__name__} defines no calculate_scores(params, "
+      f"{type(self).__name__} must define calculate_scores(self, params, "
       "sparse_state=None, grads=None), which says what weights matter"
     )
 
@@ -166,9 +171,14 @@ class BaseUpdater:
     self, sparse_state: SparseState, params: PyTree, grads: PyTree
   ) -> SparseState:
     """Return the state with the masks this step calls for."""
-    scores = self.calculate_scores(
-      params, sparse_state=sparse_state, grads=grads
+    scores = _lazy.defer(
+      lambda p, s, g: self.calculate_scores(p, sparse_state=s, grads=g),
+      params,
+      sparse_state,
+      grads,
     )
+    if not getattr(type(self).create_masks, "takes_lazy", False):
+      scores = jax.tree.map(_lazy.value, scores)
     sparsities = self.sparsities_at(sparse_state, params, sparse_state.count)
     masks = self.create_masks(scores, sparsities)
     return self.replace_masks(sparse_state, params, masks, scores)
@@ -191,6 +201,9 @@ class BaseUpdater:
       kept = self._unpack(mask, param.shape)
       return jnp.where(kept, update.astype(dtype), -param.astype(dtype))
 
+    updates = jax.tree.structure(params).unflatten(
+      _tree.align(params, updates, "updates")
+    )
     return _tree.map_masks(confine_leaf, params, updates, state.masks)
 
   def after_update(
@@ -228,8 +241,8 @@ class BaseUpdater:
     """
     if not (hasattr(inner, "init") and hasattr(inner, "update")):
       raise ValueError(
-        f"wrap_optax: inner={inner!r} is not an Optax transformation, such as "
-        "optax.adam(1e-3)"
+        f"wrap_optax: inner={inner!r} must be an Optax transformation, such "
+        "as optax.adam(1e-3)"
       )
     self._say_if_idle()
     inner = optax.with_extra_args_support(inner)
@@ -246,6 +259,7 @@ class BaseUpdater:
           f"{type(self).__name__}.wrap_optax(…).update needs params: call "
           "tx.update(grads, opt_state, params)"
         )
+      self._check_masks(params, state.masks)
       due = self.scheduler.is_mask_update_iter(state.count)
       state = self._update_if(due, state, params, updates)
       if self.is_sparse_gradients:
@@ -325,6 +339,7 @@ class BaseUpdater:
       )
     targets = self.targets(params)
     scores = self.calculate_scores(params, grads=grads)
+    self._check_scores(params, targets, scores)
     masks = self.create_masks(scores, targets)
     return self.apply_masks(params, masks, is_packed=False), self._pack(masks)
 
@@ -335,18 +350,16 @@ class BaseUpdater:
     picked = [i for i, s in enumerate(wanted) if s is not None]
     refuse_nan([leaves[i] for i in picked])
     kinds = self._types([leaves[i] for i in picked], among=leaves)
-    masks = self._select(
-      kinds,
-      [jnp.asarray(leaves[i][1]) for i in picked],
-      [wanted[i] for i in picked],
+    masks = sparsity_types.create_masks(
+      kinds, [leaves[i][1] for i in picked], [wanted[i] for i in picked]
     )
     result: list[Any] = [None] * len(leaves)
     for i, mask in zip(picked, masks, strict=True):
       result[i] = mask
     return treedef.unflatten(result)
 
-  def _select(self, kinds, scores, sparsities) -> list[Array]:
-    return sparsity_types.create_masks(kinds, scores, sparsities)
+  # An override that is not marked so gets its scores as arrays.
+  create_masks.takes_lazy = True  # pyright: ignore[reportFunctionMemberAccess]
 
   def apply_masks(
     self, params: PyTree, masks: Masks, is_packed: bool | None = None
@@ -355,15 +368,38 @@ class BaseUpdater:
     if is_packed is None:
       is_packed = self.use_packed_masks
 
-    def apply(names, param, mask):
-      try:
-        return apply_mask(param, mask, is_packed)
-      except ValueError as error:
-        raise ValueError(
-          f"params leaf {_tree.join(names)!r}: {error}"
-        ) from None
+    self._check_masks(params, masks, is_packed)
+    return _tree.map_masks(
+      lambda _, param, mask: apply_mask(param, mask, is_packed), params, masks
+    )
 
-    return _tree.map_masks(apply, params, masks)
+  def _check_masks(self, params, masks, is_packed=None) -> None:
+    if is_packed is None:
+      is_packed = self.use_packed_masks
+    for (names, param), mask in zip(
+      _tree.flatten_with_names(params)[0],
+      _tree.align(params, masks),
+      strict=True,
+    ):
+      if mask is not None:
+        check_fit(mask, param.shape, is_packed, _tree.join(names))
+
+  def _check_scores(self, params, targets, scores) -> None:
+    for (names, param), target, score in zip(
+      _tree.flatten_with_names(params)[0],
+      _tree.align(params, targets),
+      _tree.align(params, scores, "scores"),
+      strict=True,
+    ):
+      if target is None:
+        continue
+      shape, dtype = getattr(score, "shape", None), getattr(score, "dtype", 0)
+      if shape != param.shape or jnp.issubdtype(dtype, jnp.complexfloating):
+        raise ValueError(
+          f"scores of {_tree.join(names)!r} are {dtype or score!r} of shape "
+          f"{shape}; {type(self).__name__}.calculate_scores must return real "
+          f"numbers of the parameter's shape {param.shape}"
+        )
 
   def targets(self, params: PyTree) -> Sparsities:
     """Return what `distribute` says, checked leaf by leaf."""
@@ -434,7 +470,7 @@ class BaseUpdater:
         continue
       finite = functools.reduce(
         jnp.logical_and,
-        [jnp.all(jnp.isfinite(c[i])) for c in columns],
+        [jnp.all(jnp.isfinite(_lazy.value(c[i]))) for c in columns],
         jnp.array(True),
       )
       packed = self._pack(mask)
@@ -452,19 +488,22 @@ class BaseUpdater:
   ) -> PyTree:
     """Return uniform float32 scores that depend on key, path and salt only."""
     stored = None if sparse_state is None else sparse_state.key
-    data = self._key(params) if stored is None else stored
-    key = jax.random.fold_in(jax.random.wrap_key_data(data), salt)
-    return _tree.map_masks(
-      lambda names, p: (
-        _tree.shard_like(
-          jax.random.uniform(_tree.leaf_key(key, names), p.shape, jnp.float32),
-          p,
-        )
-        if sparsity_distributions.is_floating(p)
-        else p
-      ),
-      params,
+    leaves, treedef = _tree.flatten_with_names(params)
+    drawn = [
+      i
+      for i, (_, leaf) in enumerate(leaves)
+      if sparsity_distributions.is_floating(leaf)
+    ]
+    result = [leaf for _, leaf in leaves]
+    scores = draw(
+      self._key(params) if stored is None else stored,
+      salt,
+      [result[i] for i in drawn],
+      tuple(leaves[i][0] for i in drawn),
     )
+    for i, score in zip(drawn, scores, strict=True):
+      result[i] = score
+    return treedef.unflatten(result)
 
   def _key(self, params: PyTree) -> Array:
     if self.rng_seed is None:
@@ -488,7 +527,14 @@ class BaseUpdater:
       ]
     if callable(getattr(kind, "mask", None)):
       return [kind] * len(leaves)
-    return [kind(names, leaf) for names, leaf in leaves]
+    kinds = [kind(names, leaf) for names, leaf in leaves]
+    for (names, _), chosen in zip(leaves, kinds, strict=True):
+      if isinstance(chosen, type) or not hasattr(chosen, "mask"):
+        raise ValueError(
+          f"sparsity_type gives {chosen!r} for {_tree.join(names)!r}; it must "
+          "return a sparsity type, such as Unstructured()"
+        )
+    return kinds
 
   def _pack(self, masks: Masks) -> Masks:
     if not self.use_packed_masks:
@@ -504,17 +550,16 @@ class BaseUpdater:
     """Update the state when due; the conditional carries only what changes."""
     if not isinstance(due, jax.core.Tracer):
       # An eager conditional would be compiled anew at every step.
-      return self.update_state(state, params, grads) if due else state
+      if not due:
+        return state
+      new = self.update_state(state, params, grads)
+      self._check_structure(state, new)
+      return new
     leaves, treedef = jax.tree.flatten(state)
     closed, shape = jax.make_jaxpr(self.update_state, return_shape=True)(
       state, params, grads
     )
-    if jax.tree.structure(shape) != treedef:
-      raise ValueError(
-        f"{type(self).__name__}.update_state must return a SparseState of the "
-        f"structure it was given; got {jax.tree.structure(shape)}, not "
-        f"{treedef}"
-      )
+    self._check_structure(state, shape)
     jaxpr = closed.jaxpr
     changed = [
       i for i, out in enumerate(jaxpr.outvars) if out is not jaxpr.invars[i]
@@ -531,6 +576,14 @@ class BaseUpdater:
     for i, value in zip(changed, new, strict=True):
       leaves[i] = value
     return treedef.unflatten(leaves)
+
+  def _check_structure(self, old: SparseState, new: Any) -> None:
+    given, got = jax.tree.structure(old), jax.tree.structure(new)
+    if got != given:
+      raise ValueError(
+        f"{type(self).__name__}.update_state must return a SparseState of the "
+        f"structure it was given; got {got}, not {given}"
+      )
 
   def _say_if_idle(self) -> None:
     name = type(self).__name__
@@ -565,8 +618,8 @@ class BaseUpdater:
     if stay:
       warnings.warn(
         f"{type(self).__name__}: the optimizer keeps shared statistics "
-        f"({stay[0]} and {len(stay) - 1} more) that belong to no single weight; "
-        "they are not reset when a weight grows",
+        f"({stay[0]} and {len(stay) - 1} more) that belong to no single "
+        "weight; they are not reset when a weight grows",
         stacklevel=3,
       )
 

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from jaxpruner import mask_calculator
+from jaxpruner import _lazy, mask_calculator
 
 Array: TypeAlias = jax.Array
 Shape: TypeAlias = tuple[int, ...]
@@ -33,6 +33,20 @@ def _axis(owner: Any, axis: Any) -> None:
     raise ValueError(
       f"{type(owner).__name__}: axis={axis!r} must be an integer, such as -2"
     )
+
+
+def check_sparsity(sparsity: Any, argument: str = "sparsity") -> float:
+  """Return a sparsity as a float, or raise."""
+  try:
+    value = float(sparsity)
+  except (TypeError, ValueError):
+    value = math.nan
+  if isinstance(sparsity, bool | str) or not 0 <= value < 1:
+    raise ValueError(
+      f"{argument}={sparsity!r}: the fraction of weights removed must satisfy "
+      "0 <= sparsity < 1, such as 0.8"
+    )
+  return value
 
 
 def pairwise_sum(x: Array, axis: int) -> Array:
@@ -61,7 +75,8 @@ class SparsityType:
 
   def check(self, shape: Shape, sparsity: Any, name: str = "scores") -> None:
     """Raise if a leaf of this shape cannot take this structure."""
-    del sparsity
+    if not isinstance(sparsity, jax.Array | mask_calculator.AtStep):
+      check_sparsity(sparsity, f"{name}: sparsity")
     if math.prod(shape) == 0:
       raise ValueError(
         f"{name}: shape {shape} holds no weights, nothing can be kept; leave "
@@ -124,7 +139,7 @@ class NByM(SparsityType):
     if self.n > self.m:
       raise ValueError(
         f"NByM: n={self.n} exceeds m={self.m}; n counts the weights kept of "
-        "every m"
+        "every m and must not be larger"
       )
 
   @property
@@ -177,12 +192,15 @@ class Block(SparsityType):
 
   def __post_init__(self):
     shape = self.block_shape
-    if not isinstance(shape, Sequence) or len(shape) != 2:
+    if (
+      not isinstance(shape, Sequence)
+      or len(shape) != 2
+      or not all(type(side) is int and side > 0 for side in shape)
+    ):
       raise ValueError(
-        f"Block: block_shape={shape!r} must be two integers, such as (4, 4)"
+        f"Block: block_shape={shape!r} must be two integers of at least 1, "
+        "such as (4, 4)"
       )
-    for side in shape:
-      _positive(self, "block_shape", side)
     object.__setattr__(self, "block_shape", tuple(shape))
     if not isinstance(self.use_avg_pooling, bool):
       raise ValueError(
@@ -295,9 +313,16 @@ def select(
   for i, kind in enumerate(types):
     if isinstance(kind, NByM):
       chosen[i] = mask_calculator.n_by_m_mask(
-        units[i], ones[i], kind.m, kind.axis
+        _lazy.value(units[i]), ones[i], kind.m, kind.axis
       )
   return [chosen[i] for i in range(len(types))]
+
+
+def pool(kind: SparsityType, scores: Any) -> Any:
+  """Return the scores of units; those of single weights stay lazy."""
+  if type(kind).pool is SparsityType.pool:
+    return scores
+  return kind.pool(_lazy.value(scores))
 
 
 def create_masks(
@@ -312,7 +337,7 @@ def create_masks(
   rest = [i for i in range(len(types)) if i not in own]
   units = select(
     [types[i] for i in rest],
-    [types[i].pool(scores[i]) for i in rest],
+    [pool(types[i], scores[i]) for i in rest],
     [types[i].ones(scores[i].shape, sparsities[i]) for i in rest],
   )
   masks: dict[int, Array] = {
@@ -323,7 +348,6 @@ def create_masks(
     sparsity = sparsities[i]
     if isinstance(sparsity, mask_calculator.AtStep):
       sparsity = sparsity.value
-    masks[i] = (
-      types[i].mask(scores[i], sparsity).astype(mask_calculator.MASK_DTYPE)
-    )
+    mask = types[i].mask(_lazy.value(scores[i]), sparsity)
+    masks[i] = mask.astype(mask_calculator.MASK_DTYPE)
   return [masks[i] for i in range(len(types))]

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpruner import (
+  _lazy,
   _tree,
   base_updater,
   mask_calculator,
@@ -43,13 +44,20 @@ class GlobalPruning(base_updater.BaseUpdater):
         f"{type(self).__name__}: sparsity_distribution_fn has no say in a "
         "global ranking; pass sparsity=, filter_fn=, custom_sparsity_map="
       )
-    if self.topk_fn is not None or not isinstance(
-      self.sparsity_type, sparsity_types.Unstructured
-    ):
+    sparsity_distributions.check_filter(self.filter_fn)
+    sparsity_distributions.check_map(self.custom_sparsity_map)
+    if not isinstance(self.use_normalization, bool):
       raise ValueError(
-        f"{type(self).__name__}: sparsity_type={self.sparsity_type!r}; a "
-        "global ranking compares single weights: use Unstructured, or a "
-        "pruner that works leaf by leaf"
+        f"{type(self).__name__}: use_normalization={self.use_normalization!r} "
+        "must be True or False"
+      )
+    plain = isinstance(self.sparsity_type, sparsity_types.Unstructured)
+    if self.topk_fn is not None or not plain:
+      wrong = "sparsity_type" if self.topk_fn is None else "topk_fn"
+      raise ValueError(
+        f"{type(self).__name__}: {wrong}={getattr(self, wrong)!r}; a global "
+        "ranking compares single weights: use Unstructured, or a pruner that "
+        "works leaf by leaf"
       )
 
   def distribute(self, params):
@@ -75,9 +83,16 @@ class GlobalPruning(base_updater.BaseUpdater):
     base_updater.refuse_nan([leaves[i] for i in ranked])
     if ranked:
       # float32 everywhere: leaves of several precisions must compare.
-      units = [leaves[i][1].astype(jnp.float32) for i in ranked]
+      units = [
+        _lazy.lift(lambda x: x.astype(jnp.float32), leaves[i][1])
+        for i in ranked
+      ]
       if self.use_normalization:
-        units = [u / (jnp.linalg.norm(u) + 1e-8) for u in units]
+        norms = [jnp.linalg.norm(_lazy.value(u)) + 1e-8 for u in units]
+        units = [
+          _lazy.lift(lambda x, norm=norm: x / norm, u)
+          for u, norm in zip(units, norms, strict=True)
+        ]
       ones = mask_calculator.num_ones(
         sum(u.size for u in units), self._request(wanted, ranked)
       )
@@ -86,6 +101,8 @@ class GlobalPruning(base_updater.BaseUpdater):
         masks[i] = mask
       _say_if_wiped_out([leaves[i][0] for i in ranked], chosen)
     return treedef.unflatten(masks)
+
+  create_masks.takes_lazy = True  # pyright: ignore[reportFunctionMemberAccess]
 
   def _request(self, wanted, ranked):
     # Leaves differ from `sparsity` by rounding only; the schedule moves all

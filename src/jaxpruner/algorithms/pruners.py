@@ -6,7 +6,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from jaxpruner import base_updater
+from jaxpruner import _tree, base_updater, sparsity_distributions
 
 
 @dataclasses.dataclass(eq=False)
@@ -57,12 +57,17 @@ class SaliencyPruning(base_updater.BaseUpdater):
         f"{type(self).__name__}: grads=None; saliency is |w · grad|, pass grads"
       )
 
-    def saliency(weight, grad):
-      if not jnp.issubdtype(jnp.result_type(weight), jnp.floating):
+    def saliency(names, weight, grad):
+      if not sparsity_distributions.is_floating(weight):
         return weight
+      if grad is None:
+        raise ValueError(
+          f"grads: no entry for params leaf {_tree.join(names)!r}; pass the "
+          "gradients of all params"
+        )
       return jnp.abs(weight.astype(jnp.float32) * grad.astype(jnp.float32))
 
-    return jax.tree.map(saliency, params, grads)
+    return _tree.map_masks(saliency, params, grads, name="grads")
 
 
 @dataclasses.dataclass(eq=False)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpruner import (
+  _lazy,
   _tree,
   base_updater,
   mask_calculator,
@@ -123,13 +124,16 @@ class SET(StaticRandomSparse):
     return self.random_scores(params, sparse_state, sparse_state.count + 1)
 
   def update_state(self, sparse_state, params, grads):
-    drop = self.drop_scores(params, sparse_state, grads)
-    grow = self.grow_scores(params, sparse_state, grads)
+    drop = _lazy.defer(self.drop_scores, params, sparse_state, grads)
+    grow = _lazy.defer(self.grow_scores, params, sparse_state, grads)
     leaves, treedef = _tree.flatten_with_names(params)
     masks = _tree.align(params, sparse_state.masks)
     picked = [i for i, mask in enumerate(masks) if mask is not None]
     if not picked:
       return sparse_state
+    for scores in (drop, grow):
+      entries = _tree.align(params, scores, "scores")
+      base_updater.refuse_nan([(leaves[i][0], entries[i]) for i in picked])
     shapes = [leaves[i][1].shape for i in picked]
     kinds = self._types([leaves[i] for i in picked], among=leaves)
     for kind, i in zip(kinds, picked, strict=True):
@@ -142,35 +146,36 @@ class SET(StaticRandomSparse):
     fraction = jnp.where(
       sparse_state.count == 0, 0, self.drop_fraction_at(sparse_state.count)
     )
-    old, keep_counts, drop_units, grow_units = [], [], [], []
+    drop_entries = _tree.align(params, drop, "scores")
+    grow_entries = _tree.align(params, grow, "scores")
+    active, counts, drop_units, grow_units = [], [], [], []
     for kind, i, shape in zip(kinds, picked, shapes, strict=True):
-      unpacked = self._unpack(masks[i], shape)
+      mask = self._unpack(masks[i], shape)
       # The mask of a block is constant on it: its mean is the block's own bit.
-      active = kind.pool(unpacked) > 0
-      count = jnp.sum(active, dtype=jnp.int32)
-      dropped = jnp.floor(fraction * count).astype(jnp.int32)
-      old.append(active)
-      keep_counts.append(count - jnp.clip(dropped, 0, count))
-      drop_units.append(kind.pool(_entry(drop, params, i)))
-      grow_units.append(kind.pool(_entry(grow, params, i)))
+      active.append(sparsity_types.pool(kind, mask) > 0)
+      counts.append(jnp.sum(active[-1], dtype=jnp.int32))
+      drop_units.append(sparsity_types.pool(kind, drop_entries[i]))
+      grow_units.append(sparsity_types.pool(kind, grow_entries[i]))
     kept = mask_calculator.topk_masks(
       [
-        jnp.where(active, scores, -jnp.inf)
-        for active, scores in zip(old, drop_units, strict=True)
+        _lazy.lift(lambda s, a=a: jnp.where(a, s, -jnp.inf), scores)
+        for a, scores in zip(active, drop_units, strict=True)
       ],
-      keep_counts,
+      [
+        count
+        - jnp.clip(jnp.floor(fraction * count).astype(jnp.int32), 0, count)
+        for count in counts
+      ],
     )
     chosen = sparsity_types.select(
       kinds,
       [
-        jnp.where(keep == 1, jnp.inf, scores)
-        for keep, scores in zip(kept, grow_units, strict=True)
+        _lazy.lift(lambda s, k=k: jnp.where(k == 1, jnp.inf, s), scores)
+        for k, scores in zip(kept, grow_units, strict=True)
       ],
       [
-        kind.n
-        if isinstance(kind, sparsity_types.NByM)
-        else jnp.sum(active, dtype=jnp.int32)
-        for kind, active in zip(kinds, old, strict=True)
+        kind.n if isinstance(kind, sparsity_types.NByM) else count
+        for kind, count in zip(kinds, counts, strict=True)
       ],
     )
     new: list[Any] = [None] * len(leaves)
@@ -181,10 +186,6 @@ class SET(StaticRandomSparse):
     return self.replace_masks(
       sparse_state, params, treedef.unflatten(new), drop, grow
     )
-
-
-def _entry(tree, params, index):
-  return _tree.align(params, tree, "scores")[index]
 
 
 @dataclasses.dataclass(eq=False)
