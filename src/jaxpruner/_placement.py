@@ -5,6 +5,7 @@ Whether arrays are sharded is unknown while a function is traced under an
 lowered for its devices, so the choice is made there, by a primitive.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -25,34 +26,43 @@ def _is_partitioned(context) -> bool:
   return getattr(context, "num_devices", 2) > 1
 
 
-def _lower(ctx, *args, local, partitioned, shapes):
+def _lower(ctx, *args, local, partitioned, treedef, shapes):
   del shapes
   split = _is_partitioned(ctx.module_context.axis_context)
   fun = partitioned if split else local
-  return mlir.lower_fun(fun, multiple_results=True)(ctx, *args)
+  run = lambda *flat: fun(*treedef.unflatten(flat))
+  return mlir.lower_fun(run, multiple_results=True)(ctx, *args)
 
 
-def _batch(args, dims, *, local, partitioned, shapes):
-  (size,) = {x.shape[d] for x, d in zip(args, dims) if d is not None}
-  dims = tuple(dims)
+def _batch(args, dims, *, local, partitioned, treedef, shapes):
+  (size,) = {
+    x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None
+  }
+  axes = treedef.unflatten(dims)
   out = _choice_p.bind(
     *args,
-    local=jax.vmap(local, dims),
-    partitioned=jax.vmap(partitioned, dims),
+    local=jax.vmap(local, axes),
+    partitioned=jax.vmap(partitioned, axes),
+    treedef=treedef,
     shapes=tuple(((size, *shape), dtype) for shape, dtype in shapes),
   )
   return out, [0] * len(out)
 
 
-def _evaluate(*args, local, partitioned, shapes):
+@functools.lru_cache(1024)
+def _jitted(fun):
+  return jax.jit(lambda *args: fun(*args))
+
+
+def _evaluate(*args, local, partitioned, treedef, shapes):
   del shapes
   split = any(len(x.sharding.device_set) > 1 for x in args)
-  return jax.jit(partitioned if split else local)(*args)
+  return _jitted(partitioned if split else local)(*treedef.unflatten(args))
 
 
 _choice_p.def_impl(_evaluate)
 _choice_p.def_abstract_eval(
-  lambda *args, local, partitioned, shapes: [
+  lambda *args, local, partitioned, treedef, shapes: [
     jax.core.ShapedArray(shape, dtype) for shape, dtype in shapes
   ]
 )
@@ -69,7 +79,8 @@ def on_one_device(
   """Return `local(*args)`, or `partitioned(*args)` where arrays are sharded.
 
   Args:
-    local: for a program that runs on one device, or inside `shard_map`.
+    local: for a program that runs on one device, or inside `shard_map`;
+      hashable, so that it is compiled once.
     partitioned: the same function, in operations that the partitioner splits
       without gathering.
     shapes: `jax.ShapeDtypeStruct`s of the results, a list.
@@ -81,10 +92,10 @@ def on_one_device(
     return local(*args)
   if any(axis is not None for t in types for axis in t.sharding.spec):
     return partitioned(*args)
-  unflatten = treedef.unflatten
   return _choice_p.bind(
     *flat,
-    local=lambda *x: local(*unflatten(x)),
-    partitioned=lambda *x: partitioned(*unflatten(x)),
+    local=local,
+    partitioned=partitioned,
+    treedef=treedef,
     shapes=tuple((s.shape, s.dtype) for s in shapes),
   )

@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-
-from jaxpruner import _selection
+from jaxpruner import _select_local, _select_mesh, _selection
 from jaxpruner._placement import on_one_device
+from jaxpruner._recipe import Recipe, recipe
 
 MASK_DTYPE = jnp.uint8
 
@@ -111,35 +111,6 @@ def num_ones(size: int, sparsity: Any) -> int | Array:
   return _exact_ones(size, sparsity)
 
 
-def _as_leaf(scores: Scores) -> _selection.Leaf:
-  if callable(scores):
-    # What the thunk closes over becomes the leaf's inputs, so that every pass
-    # can evaluate it anew from them.
-    recipe = jax.make_jaxpr(scores)()
-    (aval,) = recipe.out_avals
-    inputs, run = tuple(recipe.consts), recipe.jaxpr
-    score = lambda *inputs: jax.core.eval_jaxpr(run, inputs)[0]
-  else:
-    aval = scores = jnp.asarray(scores)
-    inputs, score = (scores,), lambda x: x
-  dtype = jnp.dtype(aval.dtype)
-  if jnp.issubdtype(dtype, jnp.complexfloating):
-    raise ValueError(f"scores of dtype {dtype} have no order; take jnp.abs")
-  if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize == 1:
-    inner, dtype = score, jnp.dtype(jnp.bfloat16)
-    score = lambda *inputs: inner(*inputs).astype(jnp.bfloat16)
-  if aval.size >= 1 << 32:
-    raise ValueError(
-      f"scores of shape {aval.shape} have 2**32 elements or more; split them"
-    )
-  return _selection.Leaf(score, inputs, aval.shape, dtype)
-
-
-def _cast_leaf(leaf: _selection.Leaf, dtype) -> _selection.Leaf:
-  score = lambda *inputs: leaf.score(*inputs).astype(dtype)
-  return leaf._replace(score=score, dtype=jnp.dtype(dtype))
-
-
 def topk_masks(
   scores: Sequence[Scores],
   ones: Any,
@@ -165,15 +136,12 @@ def topk_masks(
   >>> topk_masks([jnp.array([3.0, 1.0, 3.0, 3.0])], [2])[0].tolist()
   [1, 0, 1, 0]
   """
-  leaves = [_as_leaf(s) for s in scores]
+  leaves = [recipe(s) for s in scores]
   if together:
     ones = [ones]
     if leaves:
       common = jnp.result_type(*(leaf.dtype for leaf in leaves))
-      leaves = [
-        leaf if leaf.dtype == common else _cast_leaf(leaf, common)
-        for leaf in leaves
-      ]
+      leaves = [leaf._replace(dtype=common) for leaf in leaves]
   elif len(ones) != len(leaves):
     raise ValueError(
       f"ones has {len(ones)} counts for {len(leaves)} leaves; give one count "
@@ -197,7 +165,22 @@ def topk_masks(
   ]
 
 
-def _select(leaves, ones, together: bool) -> list[Array]:
+class _Selection(NamedTuple):
+  """A selection without its arrays, which JAX can look up when repeated."""
+
+  method: Callable[..., list[Array]]
+  recipes: tuple[Recipe, ...]
+  together: bool
+
+  def __call__(self, inputs, ones) -> list[Array]:
+    leaves = [
+      leaf._replace(inputs=tuple(x))
+      for leaf, x in zip(self.recipes, inputs, strict=True)
+    ]
+    return self.method(leaves, ones, together=self.together, dtype=MASK_DTYPE)
+
+
+def _select(leaves: list[Recipe], ones, together: bool) -> list[Array]:
   sizes = [leaf.size for leaf in leaves]
   sizes = [sum(sizes)] if together else sizes
   if sum(sizes) >= 1 << 32 and together:
@@ -210,19 +193,14 @@ def _select(leaves, ones, together: bool) -> list[Array]:
   inputs = [leaf.inputs for leaf in leaves]
   inputs, ones = lax.stop_gradient((inputs, ones))
 
-  def run(method):
-    def masks(inputs, ones):
-      filled = [
-        leaf._replace(inputs=tuple(x))
-        for leaf, x in zip(leaves, inputs, strict=True)
-      ]
-      return method(filled, ones, together=together, dtype=MASK_DTYPE)
-
-    return masks
-
+  recipes = tuple(leaf._replace(inputs=()) for leaf in leaves)
   shapes = [jax.ShapeDtypeStruct(leaf.shape, MASK_DTYPE) for leaf in leaves]
   return on_one_device(
-    run(_selection.by_rows), run(_selection.by_mesh), shapes, inputs, ones
+    _Selection(_select_local.masks, recipes, together),
+    _Selection(_select_mesh.masks, recipes, together),
+    shapes,
+    inputs,
+    ones,
   )
 
 

@@ -1,0 +1,95 @@
+"""Select where scores may be sharded: only counters cross devices.
+
+Each pass is one sum over all axes of a leaf, without a reshape, which the
+partitioner turns into local sums and an exchange of `PROBES` numbers. Ties are
+found by a second counting search, in which an element's score is its index.
+"""
+
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jaxpruner import _selection as sel
+from jaxpruner._recipe import Recipe
+from jaxpruner._selection import COUNT, PROBES, Bracket, Plan, at
+
+_LAST = np.int32(np.iinfo(np.int32).max)
+
+
+def _rank(shape: tuple[int, ...]) -> Array:
+  """Images of the flat index, highest first."""
+  return _LAST - lax.bitcast_convert_type(sel.flat_index(shape), jnp.int32)
+
+
+def _counter(plan: Plan, segments: np.ndarray, ranked):
+  """A `count` for `sel.search`; `ranked(i)` -> (scores, which of them)."""
+
+  def count(probes, active, carry):
+    def run(probes):
+      counts = []
+      for i, leaf in enumerate(plan.leaves):
+        scores, among = ranked(i)
+        levels = at(probes, int(segments[i])).astype(scores.dtype)
+        hits = [among & (scores >= at(levels, p)) for p in range(PROBES)]
+        hits = [h.astype(COUNT) for h in hits]
+        axes = tuple(range(len(leaf.shape)))
+        counts.append(jnp.stack(sel.sums(hits, axes)))
+      return sel.vary(jnp.stack(counts), (probes, plan.inputs))
+
+    # Inside a conditional nothing is hoisted out of the loop, where it would
+    # be stored.
+    blank = jnp.zeros((len(plan.leaves), PROBES), COUNT)
+    skip = lambda probes: sel.vary(blank, (probes, plan.inputs))
+    return lax.cond(jnp.any(active), run, skip, probes), carry
+
+  return count
+
+
+def masks(
+  leaves: Sequence[Recipe], ones: Array, *, together: bool, dtype
+) -> list[Array]:
+  """Masks with `ones` [S] ones per segment, for leaves of any sharding."""
+  plan = Plan.of(leaves, together)
+  whole, wanted = plan.whole(), jnp.maximum(ones, 1)
+  count_leaves = _counter(
+    plan, plan.segments, lambda i: (plan.image(i), np.True_)
+  )
+
+  def count(probes, active, carry):
+    counts, carry = count_leaves(probes, active, carry)
+    return plan.per_segment(counts), carry
+
+  bracket, _, _ = sel.search(
+    count, wanted, whole, whole.high, anchor=plan.inputs
+  )
+  sizes = jnp.asarray(plan.leaf_sizes)
+  low = bracket.low[plan.segments]
+  tied = (bracket.reach != wanted)[plan.segments]
+
+  def equal(i):
+    scores = plan.image(i)
+    return scores == at(low, i).astype(scores.dtype)
+
+  def cut():
+    every = np.arange(len(leaves))
+    count = _counter(plan, every, lambda i: (_rank(leaves[i].shape), equal(i)))
+    first = _LAST - lax.bitcast_convert_type(sizes - 1, jnp.int32)
+    last = jnp.full_like(first, _LAST)
+    ends = jnp.tile(first[:, None], PROBES)
+    ties = count(ends, tied, None)[0][:, 0]
+    kept = (wanted - bracket.beyond)[plan.segments]
+    if together:
+      kept = sel.split_ties(kept, ties)
+    # Nothing to search for where all ties are kept, or none.
+    some = tied & (kept > 0) & (kept < ties)
+    start = Bracket(first, last, jnp.where(some, ties, 1), jnp.zeros_like(ties))
+    found, _, _ = sel.search(
+      count, jnp.where(some, kept, 1), start, last, anchor=plan.inputs
+    )
+    end = lax.bitcast_convert_type(_LAST - found.low, COUNT) + 1
+    return jnp.where(some, end, jnp.where(tied & (kept == 0), 0, sizes))
+
+  keep_all = lambda: sel.vary(sizes, (tied, plan.inputs))
+  cuts = lax.cond(jnp.any(tied), cut, keep_all)
+  return plan.masks(bracket.low, cuts, ones, dtype)
