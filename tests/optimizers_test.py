@@ -195,6 +195,7 @@ def by_sorting(scores, ones, *, together=False):
   del together
   masks = []
   for score, count in zip(scores, ones, strict=True):
+    score = score() if callable(score) else score
     order = jnp.argsort(score.reshape(-1), descending=True, stable=True)
     mask = jnp.zeros(score.size, jnp.uint8)
     mask = mask.at[order].set(

@@ -147,7 +147,7 @@ def assert_identical(a: Any, b: Any) -> None:
 
 
 def assert_close(a: Any, b: Any, tolerance: float = 1e-5) -> None:
-  """Assert integers equal and floats close: two compilations may round apart."""
+  """Assert integers equal, floats close: compilations may round apart."""
   assert jax.tree.structure(a) == jax.tree.structure(b)
   names = [_tree.join(n) for n, _ in _tree.flatten_with_names(a)[0]]
   for name, x, y in zip(

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 
@@ -71,6 +72,7 @@ def apply_mask(param: Array, mask: Any, is_packed: bool = False) -> Array:
   """
   if _tree.is_dense(mask):
     return param
+  param = jnp.asarray(param)
   check_fit(mask, param.shape, is_packed)
   if is_packed:
     mask = mask_calculator.unpack_mask(mask, param.shape)

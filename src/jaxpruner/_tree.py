@@ -95,10 +95,11 @@ def map_masks(
   )
 
 
-def nearest(word: str, words: Iterable[str]) -> str:
+def nearest(word: Any, words: Iterable[str]) -> str:
   """Return a hint naming the valid word closest to a wrong one."""
   words = sorted(map(str, words))
-  close = difflib.get_close_matches(str(word), words, n=1, cutoff=0.5)
+  spelled = word if isinstance(word, str) else ""
+  close = difflib.get_close_matches(spelled, words, n=1, cutoff=0.5)
   if close:
     return f"did you mean {close[0]!r}?"
   shown = ", ".join(map(repr, words[:12])) + (", …" if len(words) > 12 else "")
@@ -198,8 +199,7 @@ def unmatched_moments(
 def _moments_table(params: PyTree, keep: list[Any]) -> dict[Any, Any]:
   leaves = jax.tree_util.tree_flatten_with_path(params)[0]
   return {
-    path: (leaf, kept)
-    for (path, leaf), kept in zip(leaves, keep, strict=True)
+    path: (leaf, kept) for (path, leaf), kept in zip(leaves, keep, strict=True)
   }
 
 

@@ -69,6 +69,14 @@ _KEYS = (
   "schedule",
 )
 
+# Key -> the least it may be.
+_STEPS = {
+  "update_freq": 1,
+  "update_start_step": 0,
+  "update_end_step": 0,
+  "total_steps": 1,
+}
+
 _SCHEDULES = {
   "none": sparsity_schedules.NoUpdateSchedule,
   "one_shot": sparsity_schedules.OneShotSchedule,
@@ -95,15 +103,22 @@ def register_algorithm(
     raise ValueError(
       f"algorithm={algorithm!r} must be a subclass of jaxpruner.BaseUpdater"
     )
+  old = _REGISTRY.get(name, algorithm)
+  # The same class defined anew, as by running a notebook's cell again, may.
+  if old.__qualname__ != algorithm.__qualname__:
+    raise ValueError(
+      f"name={name!r} already stands for {old.__name__}; choose another for "
+      f"{algorithm.__name__}"
+    )
   _REGISTRY[name] = algorithm
 
 
 def algorithm_class(name: str) -> type[base_updater.BaseUpdater]:
   """Return the class registered under a name."""
-  if name not in _REGISTRY:
+  if not isinstance(name, str) or name not in _REGISTRY:
     raise ValueError(
       f"algorithm={name!r} is not registered; "
-      f"{_tree.nearest(str(name), _REGISTRY)} (register your own with "
+      f"{_tree.nearest(name, _REGISTRY)} (register your own with "
       "jaxpruner.register_algorithm)"
     )
   return _REGISTRY[name]
@@ -195,7 +210,7 @@ def create_updater_from_config(
     if key not in fields and key not in _KEYS:
       raise ValueError(
         f"sparsity_config key {key!r} is unknown to {config['algorithm']!r}; "
-        f"{_tree.nearest(str(key), fields | set(_KEYS))}"
+        f"{_tree.nearest(key, fields | set(_KEYS))}"
       )
   if cls.category.start == "dense":
     return cls()
@@ -209,7 +224,7 @@ def create_updater_from_config(
 def _distribution(cls, config, sparsity_type, fields) -> dict[str, Any]:
   """Return the arguments that say how much each leaf gives."""
   name = config.get("dist_type", "uniform")
-  if name not in _DISTRIBUTIONS:
+  if not isinstance(name, str) or name not in _DISTRIBUTIONS:
     raise ValueError(
       f"dist_type={name!r} is unknown; {_tree.nearest(name, _DISTRIBUTIONS)}"
     )
@@ -225,12 +240,16 @@ def _distribution(cls, config, sparsity_type, fields) -> dict[str, Any]:
     for key in ("filter_fn", "custom_sparsity_map")
     if key in config
   }
+  if "filter_fn" in options:
+    sparsity_distributions.check_filter(options["filter_fn"])
+  sparsity_distributions.check_map(options.get("custom_sparsity_map"))
   if "erk_power_scale" in config:
     if name != "erk":
       raise ValueError(
         f"erk_power_scale={config['erk_power_scale']!r} needs dist_type='erk', "
         f"not {name!r}"
       )
+    sparsity_distributions.check_power_scale(config["erk_power_scale"])
     options["erk_power_scale"] = config["erk_power_scale"]
   sparsity = config.get("sparsity")
   if sparsity is None and _knows_sparsity(sparsity_type):
@@ -260,12 +279,17 @@ def _knows_sparsity(sparsity_type) -> bool:
 
 def _schedule(cls, config) -> sparsity_schedules.BaseSchedule:
   """Return the schedule, its gaps filled from `total_steps`."""
+  for key, least in _STEPS.items():
+    value = config.get(key, least)
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+      raise ValueError(
+        f"sparsity_config: {key}={value!r} must be an integer of at least "
+        f"{least}"
+      )
   start, end = config.get("update_start_step"), config.get("update_end_step")
   freq = config.get("update_freq")
   total = config.get("total_steps")
   if total is not None:
-    if isinstance(total, bool) or not isinstance(total, int) or total < 1:
-      raise ValueError(f"total_steps={total!r} must be a positive integer")
     if end is None:
       end = total * 3 // 4
     if freq is None:
@@ -273,15 +297,15 @@ def _schedule(cls, config) -> sparsity_schedules.BaseSchedule:
       freq = max(1, min(100, end // 10))
     if start is None:
       start = min(freq, end) if cls.regrows else min(total // 4, end)
-  if start is None:
-    for key in ("update_end_step", "update_freq", "power"):
+  kind = config.get("schedule")
+  if start is None and kind != "none":
+    for key in ("update_end_step", "update_freq", "power", "schedule"):
       if key in config:
         raise ValueError(
           f"sparsity_config has {key!r} but no 'update_start_step': nothing "
           "would be updated; give the first step, or 'total_steps'"
         )
     return sparsity_schedules.NoUpdateSchedule()
-  kind = config.get("schedule")
   if kind is None:
     kind = (
       "one_shot"
@@ -290,7 +314,7 @@ def _schedule(cls, config) -> sparsity_schedules.BaseSchedule:
       if cls.regrows
       else "polynomial"
     )
-  if kind not in _SCHEDULES:
+  if not isinstance(kind, str) or kind not in _SCHEDULES:
     raise ValueError(
       f"schedule={kind!r} is unknown; {_tree.nearest(kind, _SCHEDULES)}"
     )
@@ -300,9 +324,16 @@ def _schedule(cls, config) -> sparsity_schedules.BaseSchedule:
     return sparsity_schedules.OneShotSchedule(target_step=start)
   if freq is None:
     raise ValueError(
-      "sparsity_config has no 'update_freq': how many steps between updates?"
+      "sparsity_config has no 'update_freq'; give the number of steps between "
+      "updates, or 'total_steps'"
     )
   if kind == "periodic":
+    if "power" in config:
+      raise ValueError(
+        f"sparsity_config: power={config['power']!r} needs "
+        f"schedule='polynomial'; {config['algorithm']!r} updates periodically: "
+        "drop it"
+      )
     return sparsity_schedules.PeriodicSchedule(freq, start, end)
   if end is None:
     raise ValueError(
@@ -320,6 +351,8 @@ def config_from_updater(updater: base_updater.BaseUpdater) -> dict[str, Any]:
   `create_updater_from_config(config_from_updater(updater)) == updater`. What
   JSON cannot hold (a function of your own) is refused.
   """
+  if not isinstance(updater, base_updater.BaseUpdater):
+    raise ValueError(f"updater={updater!r} must be a jaxpruner.BaseUpdater")
   names = [name for name, cls in _REGISTRY.items() if cls is type(updater)]
   if not names:
     raise ValueError(
@@ -343,7 +376,7 @@ def config_from_updater(updater: base_updater.BaseUpdater) -> dict[str, Any]:
     elif field.name == "custom_sparsity_map":
       if value:
         config[field.name] = _spell_map(value)
-    elif value is not field.default and value != field.default:
+    elif base_updater.frozen(value) != base_updater.frozen(field.default):
       config[field.name] = _spell_value(field.name, value)
   return config
 
@@ -405,7 +438,7 @@ def _spell_distribution(fn: Any) -> dict[str, Any]:
   keywords = dict(getattr(fn, "keywords", {}))
   for name, function in _DISTRIBUTIONS.items():
     if getattr(fn, "func", None) is function and not fn.args:
-      config = {"dist_type": name}
+      config: dict[str, Any] = {"dist_type": name}
       custom = keywords.pop("custom_sparsity_map", None)
       if custom:
         config["custom_sparsity_map"] = _spell_map(custom)

@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 import jax.numpy as jnp
 
 from jaxpruner import _tree, mask_calculator
+from jaxpruner.sparsity_types import check_sparsity
 
 PyTree: TypeAlias = Any
 FilterFn: TypeAlias = Callable[[_tree.Names, Any], bool]
@@ -43,7 +44,7 @@ def default_filter(names: _tree.Names, param: Any) -> bool:
 NOT_DIM_ONE_FILTER_FN = default_filter
 
 
-def KERNEL_FILTER_FN(names: _tree.Names, param: Any) -> bool:  # noqa: N802
+def KERNEL_FILTER_FN(names: _tree.Names, param: Any) -> bool:
   """Take the leaves called `kernel`."""
   del param
   return names[-1] == "kernel"
@@ -104,14 +105,7 @@ def erk(
     A tree of floats and `None`.
   """
   sparsity = check_sparsity(sparsity)
-  if (
-    isinstance(erk_power_scale, bool)
-    or not isinstance(erk_power_scale, int | float)
-    or not 0 <= erk_power_scale < math.inf
-  ):
-    raise ValueError(
-      f"erk: erk_power_scale={erk_power_scale!r} must be a number of at least 0"
-    )
+  check_power_scale(erk_power_scale)
   plan = _Plan(params, filter_fn, custom_sparsity_map)
   raw = {}
   for i in plan.free:
@@ -136,35 +130,44 @@ def erk(
   )
 
 
-def check_sparsity(sparsity: Any, argument: str = "sparsity") -> float:
-  """Return a sparsity as a float, or raise."""
-  try:
-    value = float(sparsity)
-  except (TypeError, ValueError):
-    value = math.nan
-  if isinstance(sparsity, bool | str) or not 0 <= value < 1:
+def check_filter(filter_fn: Any) -> None:
+  """Raise if a filter is no function."""
+  if not callable(filter_fn):
     raise ValueError(
-      f"{argument}={sparsity!r}: the fraction of weights removed must satisfy "
-      "0 <= sparsity < 1, such as 0.8"
+      f"filter_fn={filter_fn!r} must be a function (names, param) -> bool"
     )
-  return value
+
+
+def check_map(custom_sparsity_map: Any) -> None:
+  """Raise if a custom map is neither a mapping nor `None`."""
+  custom = custom_sparsity_map
+  if custom is not None and not isinstance(custom, Mapping):
+    raise ValueError(
+      f"custom_sparsity_map={custom!r} must map paths or globs to sparsities"
+    )
+
+
+def check_power_scale(erk_power_scale: Any) -> None:
+  """Raise if ERK's exponent is no number of at least 0."""
+  if (
+    isinstance(erk_power_scale, bool)
+    or not isinstance(erk_power_scale, int | float)
+    or not 0 <= erk_power_scale < math.inf
+  ):
+    raise ValueError(
+      f"erk: erk_power_scale={erk_power_scale!r} must be a number of at least 0"
+    )
 
 
 class _Plan:
   """The leaves of a request: which are free to choose, which are fixed."""
 
   def __init__(self, params, filter_fn, custom_sparsity_map):
-    if not callable(filter_fn):
-      raise ValueError(
-        f"filter_fn={filter_fn!r} must be a function (names, param) -> bool"
-      )
+    check_filter(filter_fn)
+    check_map(custom_sparsity_map)
     self.leaves, self.treedef = _tree.flatten_with_names(params)
     names = [n for n, _ in self.leaves]
     custom = custom_sparsity_map or {}
-    if not isinstance(custom, Mapping):
-      raise ValueError(
-        f"custom_sparsity_map={custom!r} must map paths or globs to sparsities"
-      )
     keys = (
       _tree.match_patterns(custom, names, "custom_sparsity_map")
       if custom and names
@@ -185,8 +188,8 @@ class _Plan:
     if self.leaves and not self.free and not self.fixed:
       shown = ", ".join(map(_tree.join, names[:6]))
       raise ValueError(
-        "filter_fn matches no leaf of params, so nothing would be pruned; the "
-        f"leaves are {shown}{', …' if len(names) > 6 else ''}"
+        "filter_fn matches no leaf of params, so nothing would be pruned; "
+        f"choose some of {shown}{', …' if len(names) > 6 else ''}"
       )
     for i in (*self.free, *self.fixed):
       name, leaf = self.leaves[i]

@@ -78,7 +78,8 @@ class PeriodicSchedule(BaseSchedule):
       if self.update_end_step < self.update_start_step:
         raise ValueError(
           f"{type(self).__name__}: update_end_step={self.update_end_step} "
-          f"comes before update_start_step={self.update_start_step}"
+          f"comes before update_start_step={self.update_start_step}; choose "
+          "a later one"
         )
 
   def is_mask_update_iter(self, step: Any) -> Any:

@@ -4,6 +4,7 @@ import math
 from typing import Any, TypeAlias
 
 import jax
+import jax.core
 import numpy as np
 
 from jaxpruner import _tree
@@ -33,18 +34,39 @@ def _size(leaf: Any) -> int:
   return math.prod(np.shape(leaf))
 
 
-def count_nonzero(leaf: Any, packed: bool = False) -> int:
+def count_nonzero(leaf: Any, packed: bool = False, name: str = "kernel") -> int:
   """Count the nonzero entries (the ones of packed bits) of a leaf, exactly."""
-  if isinstance(leaf, jax.core.Tracer | jax.ShapeDtypeStruct):
-    raise ValueError(
-      f"{type(leaf).__name__} {leaf} holds no values to count; summarise "
-      "concrete arrays, outside jit (sparsity_table takes shapes)"
-    )
+  _check_values(leaf, name)
   if packed:
     return sum(
       int(np.bitwise_count(b).sum(dtype=np.int64)) for b in _blocks(leaf)
     )
   return sum(int(np.count_nonzero(b)) for b in _blocks(leaf))
+
+
+def _check_values(leaf: Any, name: str) -> None:
+  if isinstance(leaf, jax.core.Tracer | jax.ShapeDtypeStruct):
+    raise ValueError(
+      f"leaf {name!r} is a {type(leaf).__name__} and holds no values to count; "
+      "summarise concrete arrays, outside jit (sparsity_table takes shapes)"
+    )
+  if not isinstance(leaf, jax.Array | np.ndarray | np.generic | int | float):
+    raise ValueError(
+      f"leaf {name!r} is {leaf!r}, not an array of numbers; leave it out of "
+      "the tree"
+    )
+
+
+def _is_packed(mask: Any, param: Any, name: str) -> bool:
+  if np.shape(mask) == np.shape(param):
+    return False
+  if math.prod(np.shape(mask)) != -(-_size(param) // 8):
+    raise ValueError(
+      f"mask of {name!r} has shape {np.shape(mask)}, neither that of the "
+      f"parameter, {np.shape(param)}, nor packed; pass the params it was made "
+      "for"
+    )
+  return True
 
 
 def summarize_sparsity(
@@ -72,14 +94,16 @@ def summarize_sparsity(
   rows = []
   if params is None:
     for names, leaf in _tree.flatten_with_names(param_tree)[0]:
-      rows.append((names, _size(leaf), count_nonzero(leaf)))
+      count = count_nonzero(leaf, name=_tree.join(names))
+      rows.append((names, _size(leaf), count))
   else:
     leaves = _tree.flatten_with_names(params)[0]
     entries = _tree.align(params, param_tree)
     for (names, leaf), entry in zip(leaves, entries, strict=True):
       if entry is not None:
-        packed = np.shape(entry) != np.shape(leaf)
-        rows.append((names, _size(leaf), count_nonzero(entry, packed)))
+        name = _tree.join(names)
+        packed = _is_packed(entry, leaf, name)
+        rows.append((names, _size(leaf), count_nonzero(entry, packed, name)))
   size, ones = sum(r[1] for r in rows), sum(r[2] for r in rows)
   summary: dict[str, Any] = {}
   if not only_total_sparsity:
@@ -107,6 +131,13 @@ def summarize_intersection(
   for (names, mask), other in zip(leaves, others, strict=True):
     if other is None:
       continue
+    for each in (mask, other):
+      _check_values(each, _tree.join(names))
+      if not np.issubdtype(np.asarray(each).dtype, np.integer):
+        raise ValueError(
+          f"leaf {_tree.join(names)!r} is {np.asarray(each).dtype}, not a "
+          "uint8 mask; pass masks, such as find_state(opt_state).masks"
+        )
     if np.shape(mask) != np.shape(other):
       raise ValueError(
         f"masks of {_tree.join(names)!r} have shapes {np.shape(mask)} and "
@@ -166,13 +197,14 @@ def sparsity_table(
   for row, (names, leaf) in enumerate(leaves):
     size = _size(leaf)
     pruned = entries[row] is not None or targets[row] is not None
-    ones = _ones(leaf, entries[row], targets[row], kinds[row], masks)
+    name = _tree.join(names)
+    ones = _ones(leaf, entries[row], targets[row], kinds[row], masks, name)
     total, kept = total + size, kept + ones
     if pruned:
       prunable, kept_prunable = prunable + size, kept_prunable + ones
     table.append(
       (
-        _tree.join(names),
+        name,
         "×".join(map(str, np.shape(leaf))) or "scalar",
         str(kinds[row])
         if pruned and kinds[row] is not None
@@ -206,11 +238,13 @@ def sparsity_table(
   return "\n".join(lines)
 
 
-def _ones(leaf: Any, mask: Any, target: Any, kind: Any, masks: Any) -> int:
+def _ones(
+  leaf: Any, mask: Any, target: Any, kind: Any, masks: Any, name: str
+) -> int:
   if mask is not None:
-    return count_nonzero(mask, np.shape(mask) != np.shape(leaf))
+    return count_nonzero(mask, _is_packed(mask, leaf, name), name)
   if target is not None and hasattr(kind, "kept"):
     return kind.kept(np.shape(leaf), target)
   if isinstance(leaf, jax.ShapeDtypeStruct) or masks is not None:
     return _size(leaf)
-  return count_nonzero(leaf)
+  return count_nonzero(leaf, name=name)
