@@ -1,0 +1,176 @@
+"""What a program's arrays hold whatever its input.
+
+For each dim of each array: at which indices is the slice one known number, and
+which? Masked channels are zero there; a bias and an activation turn the zero
+into another constant; a mask on the far side makes it zero again.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpruner.sparse._dims import CUMULATIVE, ELEMENTWISE, WINDOWS, Dim, Dims
+from jaxpruner.sparse._program import Node, Program, Var
+
+
+class Known(NamedTuple):
+  """Where along a dim slices are one number, and the numbers."""
+
+  where: np.ndarray
+  value: np.ndarray
+
+  @property
+  def zero(self) -> np.ndarray:
+    return self.where & (self.value == 0)
+
+
+def _nothing(size: int) -> Known:
+  return Known(np.zeros(size, np.bool_), np.zeros(size))
+
+
+class Constants:
+  """The known slices of every array.
+
+  Args:
+    program: the operations.
+    dims: the dims of its arrays.
+    values: the arrays that are known whole: parameters and constants.
+  """
+
+  def __init__(
+    self, program: Program, dims: Dims, values: Mapping[Var, np.ndarray]
+  ):
+    self._dims = dims
+    self._known: dict[Var, dict[Dim, Known]] = {}
+    self._uniform: dict[Var, np.ndarray] = {}
+    for var, value in values.items():
+      self._start(var, value)
+    for node in program.nodes:
+      for var in node.inputs:
+        if var.value is not None and var not in values:
+          self._start(var, np.asarray(var.value))
+      if node.name in ELEMENTWISE:
+        self._elementwise(node)
+      else:
+        self._move(node)
+
+  def at(self, var: Var, dim: Dim) -> Known:
+    """Return what is known of an array along a dim."""
+    if var in self._uniform:
+      value = np.full(dim.size, self._uniform[var])
+      return Known(np.ones(dim.size, np.bool_), value)
+    return self._known.get(var, {}).get(dim) or _nothing(dim.size)
+
+  def _free(self, var: Var) -> list[Dim]:
+    """Return the dims worth following: once in the array, nowhere blocked."""
+    if not isinstance(var.dtype, np.dtype):  # PRNG keys
+      return []
+    flat = self._dims.flat(var)
+    return [d for d in flat if not d.blocked and flat.count(d) == 1]
+
+  def _start(self, var: Var, value: np.ndarray) -> None:
+    if not value.shape:
+      self._uniform[var] = value
+      return
+    flat = self._dims.flat(var)
+    units = value.reshape([d.size for d in flat])
+    for dim in self._free(var):
+      rows = np.moveaxis(units, flat.index(dim), 0).reshape(dim.size, -1)
+      known = Known((rows == rows[:, :1]).all(1), rows[:, 0])
+      self._known.setdefault(var, {})[dim] = known
+
+  def _elementwise(self, node: Node) -> None:
+    out = node.outputs[0]
+    if all(v in self._uniform for v in node.inputs):
+      scalars = [self._uniform[v] for v in node.inputs]
+      self._uniform[out] = _apply(node, scalars)
+      return
+    for dim in self._free(out):
+      known = [self.at(v, dim) for v in node.inputs]
+      if not any(k.where.any() for k in known):
+        continue
+      where = np.logical_and.reduce([k.where for k in known])
+      value = np.zeros(dim.size, out.dtype)
+      if where.any():
+        value = _apply(node, [k.value for k in known])
+      sure = self._decided(node, known)
+      value = np.where(sure.where, sure.value.astype(value.dtype), value)
+      where = where | sure.where
+      if jnp.issubdtype(value.dtype, jnp.inexact):
+        where &= np.isfinite(value)
+      self._known.setdefault(out, {})[dim] = Known(where, value)
+
+  def _decided(self, node: Node, known: list[Known]) -> Known:
+    """Return what is sure although one operand is not known."""
+    size = known[0].where.size
+    if node.name == "mul":
+      zero = known[0].zero | known[1].zero
+      return Known(zero, np.zeros(size))
+    if node.name == "div":
+      return Known(known[0].zero & ~known[1].zero, np.zeros(size))
+    if node.name == "select_n":
+      cases = known[1:]
+      same = np.logical_and.reduce(
+        [k.where & (k.value == cases[0].value) for k in cases]
+      )
+      return Known(same, cases[0].value)
+    return _nothing(size)
+
+  def _move(self, node: Node) -> None:
+    """Follow slices through operations that move, repeat or add them."""
+    if not node.inputs:
+      return
+    first, name = node.inputs[0], node.name
+    for out in node.outputs:
+      if name in _MOVES and first in self._uniform:
+        self._uniform[out] = self._uniform[first]
+      for dim in self._free(out):
+        known = [self.at(v, dim) for v in node.inputs]
+        if name in _MOVES or name in _KEEPS:
+          result = known[0]
+        elif name in ("dot_general", "conv_general_dilated"):
+          zero = known[0].zero | known[1].zero
+          result = Known(zero, np.zeros(dim.size))
+        elif name in _SUMS:
+          terms = _terms(node)
+          where = known[0].zero if terms is None else known[0].where
+          result = Known(where, known[0].value * (terms or 0))
+        elif name in ("concatenate", "pad", "dynamic_update_slice"):
+          parts = known[:2] if name != "concatenate" else known
+          same = [k.where & (k.value == parts[0].value) for k in parts]
+          result = Known(np.logical_and.reduce(same), parts[0].value)
+        else:
+          continue
+        self._known.setdefault(out, {})[dim] = result
+
+
+_MOVES = frozenset(
+  "broadcast_in_dim reshape transpose squeeze slice dynamic_slice rev".split()
+)
+_KEEPS = frozenset(
+  """gather split reduce_max reduce_min reduce_window_max reduce_window_min
+  cummax cummin""".split()
+)
+_SUMS = frozenset(("reduce_sum", *WINDOWS, *CUMULATIVE)) - _KEEPS - {
+  "cumprod", "cumlogsumexp",
+}  # fmt: skip
+
+
+def _terms(node: Node) -> int | None:
+  """Return how many equal numbers a sum adds; None if not always as many."""
+  if node.name == "reduce_sum":
+    shape = node.inputs[0].shape
+    return math.prod(shape[i] for i in node.params["axes"])
+  if node.name == "reduce_window_sum" and not np.any(node.params["padding"]):
+    return math.prod(node.params["window_dimensions"])
+  return None
+
+
+def _apply(node: Node, values: list[Any]) -> np.ndarray:
+  arrays = [
+    np.asarray(x, v.dtype) for x, v in zip(values, node.inputs, strict=True)
+  ]
+  return np.asarray(node.primitive.bind(*arrays, **node.params))

@@ -1,0 +1,166 @@
+"""Where the constant of a removed index goes: into a bias that follows."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from jaxpruner.sparse._constants import Constants
+from jaxpruner.sparse._dims import Dim, Dims, Sum, dot_axes, resolve
+from jaxpruner.sparse._program import Node, Program, Var
+
+_SHAPERS = frozenset(
+  "reshape transpose squeeze broadcast_in_dim convert_element_type".split()
+)
+
+
+class Folder:
+  """Finds constant contributions to sums, their size and their new home."""
+
+  def __init__(
+    self,
+    program: Program,
+    dims: Dims,
+    known: Constants,
+    values: Mapping[Var, np.ndarray],
+  ):
+    self._dims, self._known, self._values = dims, known, dict(values)
+    self._maker = {v: node for node in program.nodes for v in node.outputs}
+    self._users: dict[Var, list[Node | None]] = {}
+    for node in program.nodes:
+      for v in node.inputs:
+        self._users.setdefault(v, []).append(node)
+    for v in program.outputs:
+      self._users.setdefault(v, []).append(None)
+
+  def _value(self, var: Var) -> np.ndarray | None:
+    """Return an array that depends on parameters only, else None."""
+    if var.value is not None:
+      return np.asarray(var.value)
+    if var not in self._values:
+      node = self._maker.get(var)
+      if node is None or node.name not in _SHAPERS:
+        return None
+      value = self._value(node.inputs[0])
+      if value is None:
+        return None
+      self._values[var] = np.asarray(node.primitive.bind(value, **node.params))
+    return self._values[var]
+
+  def _sides(self, total: Sum) -> tuple[int, int] | None:
+    """Return which operand is the activation, which the weight."""
+    node = total.node
+    if len(total.operands) < 2:
+      return None
+    if node.name == "dot_general" and node.params["dimension_numbers"][1][0]:
+      return None
+    fixed = [self._value(v) is not None for v in node.inputs[:2]]
+    if fixed == [False, True]:
+      return 0, 1
+    if fixed == [True, False] and node.name == "dot_general":
+      return 1, 0
+    return None
+
+  def constant(self, total: Sum, dim: Dim) -> np.ndarray:
+    """Tell at which indices a sum gains a constant that can be computed."""
+    sides = self._sides(total)
+    if sides is None:
+      return np.zeros(dim.size, np.bool_)
+    return self._known.at(total.node.inputs[sides[0]], dim).where.copy()
+
+  def delta(self, total: Sum, dim: Dim, gone: np.ndarray) -> np.ndarray:
+    """Return what the removed indices add, of the output's rank."""
+    node = total.node
+    sides = self._sides(total)
+    assert sides is not None
+    x, w = (node.inputs[side] for side in sides)
+    weight = self._value(w)
+    assert weight is not None
+    known = self._known.at(x, dim)
+    values = np.where(gone & known.where, known.value, 0).astype(np.float64)
+    if node.name == "dot_general":
+      return self._dot(node, sides, dim, values, weight)
+    return self._conv(node, dim, values, weight)
+
+  def _spread(self, shape: tuple[int, ...], axis: Any, dim: Dim, values: Any):
+    """Lay the dim's values out along one axis of length `shape`."""
+    dims = resolve(axis)
+    units = values.reshape([-1 if d is dim else 1 for d in dims])
+    return np.broadcast_to(units, [d.size for d in dims]).reshape(shape)
+
+  def _dot(self, node, sides, dim, values, weight) -> np.ndarray:
+    contract = node.params["dimension_numbers"][0]
+    x = node.inputs[sides[0]]
+    vector = np.zeros(())
+    # The constant stands at every position of the other contracted axes.
+    for i in contract[sides[0]]:
+      axis = self._dims.of(x)[i]
+      if dim in resolve(axis):
+        part = self._spread((x.shape[i],), axis, dim, values)
+      else:
+        part = np.ones(x.shape[i])
+      vector = part if not vector.shape else np.multiply.outer(vector, part)
+    delta = np.tensordot(
+      vector,
+      weight.astype(np.float64),
+      (range(vector.ndim), contract[sides[1]]),
+    )
+    shape = [1] * len(node.outputs[0].shape)
+    for size, place in zip(
+      delta.shape, dot_axes(node)[1][sides[1]], strict=True
+    ):
+      shape[place] = size
+    return delta.reshape(shape)
+
+  def _conv(self, node, dim, values, weight) -> np.ndarray:
+    x = node.inputs[0]
+    batch, features, *_ = node.params["dimension_numbers"].lhs_spec
+    shape = list(x.shape)
+    shape[batch] = 1
+    channel = self._spread(
+      (x.shape[features],), self._dims.of(x)[features], dim, values
+    )
+    line = [1] * len(shape)
+    line[features] = x.shape[features]
+    planes = np.broadcast_to(channel.reshape(line), shape).astype(x.dtype)
+    out = np.asarray(node.primitive.bind(planes, weight, **node.params))
+    space = tuple(node.params["dimension_numbers"].out_spec[2:])
+    if (out == out.max(space, keepdims=True)).all():
+      out = out.max(space, keepdims=True)
+    return out.astype(np.float64)
+
+  def bias(self, node: Node, delta: np.ndarray) -> tuple[Var, int] | None:
+    """Return the parameter added (1) or subtracted (-1) next, if it fits."""
+    var = node.outputs[0]
+    wanted = resolve(
+      [
+        dim
+        for axis, size in zip(self._dims.of(var), delta.shape, strict=True)
+        if size > 1
+        for dim in axis
+      ]
+    )
+    while True:
+      users = self._users.get(var, [])
+      user = users[0] if len(users) == 1 else None
+      if user is None:
+        return None
+      if user.name in _SHAPERS:
+        var = user.outputs[0]
+      elif user.name in ("add", "add_any", "sub"):
+        break
+      else:
+        return None
+    other = user.inputs[1 if user.inputs[0] is var else 0]
+    while len(self._users[other]) == 1 and other not in self._values:
+      maker = self._maker.get(other)
+      if maker is None or maker.name not in _SHAPERS:
+        return None
+      other = maker.inputs[0]
+    fits = (
+      other not in self._maker
+      and other in self._values
+      and len(self._users[other]) == 1
+      and self._dims.flat(other) == wanted
+    )
+    return (other, -1 if user.name == "sub" else 1) if fits else None

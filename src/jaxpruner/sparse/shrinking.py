@@ -1,0 +1,278 @@
+"""Remove dead channels, neurons and heads from the arrays themselves."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpruner import _tree
+from jaxpruner.sparse import _fold, _program, _resize
+from jaxpruner.sparse._constants import Constants
+from jaxpruner.sparse._dims import Axis, Dim, Dims, Sum, resolve
+from jaxpruner.sparse._program import Node, Program, Var
+
+
+class Removed(NamedTuple):
+  """A parameter that became smaller."""
+
+  name: str
+  before: tuple[int, ...]
+  after: tuple[int, ...]
+
+
+class Blocked(NamedTuple):
+  """Slices of a parameter that are all zero and had to stay."""
+
+  name: str
+  axis: int
+  count: int
+  reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Shrunk:
+  """A smaller dense model.
+
+  Attributes:
+    params: the parameters, in the structure they came in.
+    fn: the function of the smaller parameters. It can be jitted and exported,
+      and takes other batch sizes than the example's; custom derivative rules
+      inside the original are opened up.
+    same_code: whether the original function, given the smaller parameters, is
+      provably the same program as `fn`. If so, go on with the original: it
+      takes any batch size. If not, it has sizes written into it (a number of
+      heads, a mean over features), or constants had no bias to go to.
+    removed: the parameters that became smaller.
+    blocked: slices that are zero and stayed, and the operation that needs them.
+  """
+
+  params: Any
+  fn: Callable[..., Any]
+  same_code: bool
+  removed: list[Removed]
+  blocked: list[Blocked]
+  _take: Callable[[int, Any], Any] = dataclasses.field(repr=False)
+  _paths: dict[Any, tuple[int, tuple[int, ...]]] = dataclasses.field(repr=False)
+
+  def shrink(self, tree: Any) -> Any:
+    """Shrink what accompanies the parameters: optimizer state, masks.
+
+    A leaf belongs to the parameter whose key path ends its own path and whose
+    shape it has, perhaps behind one leading axis.
+
+    Args:
+      tree: any pytree, such as an Optax state.
+    """
+
+    def leaf(path: tuple[Any, ...], x: Any) -> Any:
+      suffixes = (path[i:] for i in range(len(path) + 1))
+      found = next((s for s in suffixes if s in self._paths), None)
+      if found is None or np.ndim(x) == 0:
+        return x
+      index, shape = self._paths[found]
+      if np.shape(x) == shape:
+        return jnp.asarray(self._take(index, np.asarray(x)))
+      if np.shape(x)[1:] == shape:
+        rows = [self._take(index, row) for row in np.asarray(x)]
+        return jnp.asarray(np.stack(rows))
+      name = _tree.join(_tree.path_names(found))
+      if np.size(x) > 1 and name in {r.name for r in self.removed}:
+        raise ValueError(
+          f"{_tree.join(_tree.path_names(path))}: shape {np.shape(x)} belongs "
+          f"to the shrunk parameter {name!r} of shape {shape}, but not weight "
+          "by weight; initialise this optimizer anew on the shrunk parameters"
+        )
+      return x
+
+    return jax.tree_util.tree_map_with_path(leaf, tree)
+
+  def __str__(self) -> str:
+    lines = [
+      f"{name}: {_shape(before)} -> {_shape(after)}"
+      for name, before, after in self.removed
+    ] or ["nothing could be removed"]
+    lines += [
+      f"{b.name}: {b.count} empty slices of axis {b.axis} stay: {b.reason}"
+      for b in self.blocked
+    ]
+    return "\n".join(lines)
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+  return "x".join(map(str, shape))
+
+
+def shrink(
+  fn: Callable[..., Any],
+  params: Any,
+  masks: Any = None,
+  example_inputs: Sequence[Any] = (),
+) -> Shrunk:
+  """Remove what the masks leave without effect, with all that is coupled to it.
+
+  The function is traced once. Axes that must have the same length (a layer's
+  outputs, its bias, its norm, the next layer's inputs, residual partners,
+  grouped heads) are found from the operations. An index is removed from all of
+  them if every sum over it gains nothing from it, because one factor is known
+  to be zero; or gains a known constant (a masked neuron with a bias), which is
+  then added to the bias that follows, or else inside `fn`.
+
+  Args:
+    fn: `fn(params, *inputs)`, the forward pass.
+    params: any pytree of arrays; whatever else `fn` needs that should shrink
+      along, such as batch statistics, belongs here too.
+    masks: a tree like `params` of uint8 masks (1 = kept) or None; by default
+      the zeros of `params`.
+    example_inputs: inputs, or their shapes.
+
+  Returns:
+    The smaller model; `print` it for what went and what had to stay, and why.
+
+  Example:
+    >>> w = {"up": np.eye(3, 4), "down": np.ones((4, 2))}
+    >>> mlp = lambda p, x: jnp.tanh(x @ p["up"]) @ p["down"]
+    >>> small = shrink(mlp, w, example_inputs=[np.ones((1, 3))])
+    >>> print(small)
+    down: 4x2 -> 3x2
+    up: 3x4 -> 3x3
+    >>> small.same_code
+    True
+  """
+  paths, treedef = jax.tree_util.tree_flatten_with_path(params)
+  values = [
+    np.asarray(leaf)
+    if mask is None
+    else np.where(np.asarray(mask) != 0, leaf, np.zeros((), leaf.dtype))
+    for (_, leaf), mask in zip(paths, _tree.align(params, masks), strict=True)
+  ]
+  shapes = treedef.unflatten(
+    [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in values]
+  )
+  program = _program.trace(fn, shapes, *example_inputs)
+  variables = program.inputs[: len(values)]
+  dims = Dims(program, len(values))
+  choice = _Choice(program, dims, dict(zip(variables, values, strict=True)))
+  resized = _resize.Resized(program, dims, choice.keep, choice.baked)
+
+  def take(index: int, array: np.ndarray) -> np.ndarray:
+    return resized.take(array, dims.of(variables[index]))
+
+  small = [take(i, choice.values[v]) for i, v in enumerate(variables)]
+  new_params = treedef.unflatten([jnp.asarray(x) for x in small])
+  new_fn = _resize.function(fn, resized, shapes)
+  names = [_tree.join(_tree.path_names(path)) for path, _ in paths]
+  rows = list(zip(names, variables, small, strict=True))
+  return Shrunk(
+    params=new_params,
+    fn=new_fn,
+    same_code=_same(fn, new_fn, new_params, example_inputs),
+    removed=[
+      Removed(name, v.shape, x.shape)
+      for name, v, x in rows
+      if v.shape != x.shape
+    ],
+    blocked=[
+      Blocked(name, axis, count, choice.reason(dims.of(v)[axis]))
+      for name, v, x in rows
+      for axis, count in enumerate(_empty(x))
+      if count and x.shape[axis] > 1
+    ],
+    _take=take,
+    _paths={p: (i, np.shape(x)) for i, (p, x) in enumerate(paths)},
+  )
+
+
+def _empty(array: np.ndarray) -> list[int]:
+  """Count, along each axis of a matrix or more, the slices that are zero."""
+  if array.ndim < 2:
+    return []
+  zero = array == 0
+  return [
+    int(zero.all(tuple(a for a in range(array.ndim) if a != axis)).sum())
+    for axis in range(array.ndim)
+  ]
+
+
+class _Choice:
+  """Which indices of which dims stay, and what the constants become."""
+
+  def __init__(
+    self, program: Program, dims: Dims, values: dict[Var, np.ndarray]
+  ):
+    known = Constants(program, dims, values)
+    self._folder = _fold.Folder(program, dims, known, values)
+    self.values = dict(values)
+    self.keep: dict[Dim, np.ndarray] = {}
+    self.baked: dict[Node, np.ndarray] = {}
+    self._reasons: dict[Dim, str] = {}
+    owned = {d for v in values for d in dims.flat(v) if not d.blocked}
+    useless = {d: np.ones(d.size, np.bool_) for d in owned}
+    summed: set[Dim] = set()
+    folded: dict[Node, Dim] = {}
+    sums = [(s, d) for s in dims.sums for d in resolve(s.axis) if d in owned]
+    for total, dim in sums:
+      summed.add(dim)
+      zeros = [known.at(v, dim).zero for v in total.operands]
+      zero = np.logical_or.reduce(zeros)
+      constant = self._folder.constant(total, dim) & ~zero
+      # Two dims of one sum folded at once would count their overlap twice.
+      if constant.any() and folded.setdefault(total.node, dim) is not dim:
+        constant[:] = False
+      if not (zero | constant).all():
+        self._reasons.setdefault(
+          dim, f"{total.node} adds up values there that are not known"
+        )
+      useless[dim] &= zero | constant
+    for dim in summed:
+      gone = useless[dim]
+      if gone.all():
+        gone[0] = False  # an axis of length 0 is nobody's idea of a layer
+      if gone.any():
+        self.keep[dim] = np.flatnonzero(~gone)
+    for total, dim in sums:
+      if folded.get(total.node) is dim and dim in self.keep:
+        self._fold(total, dim, useless[dim])
+
+  def _fold(self, total: Sum, dim: Dim, gone: np.ndarray) -> None:
+    delta = self._folder.delta(total, dim, gone)
+    if not delta.any():
+      return
+    target = self._folder.bias(total.node, delta)
+    if target is None:
+      self.baked[total.node] = delta
+      return
+    var, sign = target
+    value = self.values[var]
+    moved = value.astype(np.float64) + sign * delta.reshape(value.shape)
+    self.values[var] = moved.astype(value.dtype)
+
+  def reason(self, axis: Axis) -> str:
+    """Say why indices of an axis stay."""
+    parts = resolve(axis)
+    reasons = [
+      d.blocked or self._reasons.get(d, "its parts are not empty together")
+      for d in parts
+    ]
+    text = "; ".join(dict.fromkeys(reasons))
+    if len(parts) > 1:
+      text = f"as {_shape(tuple(d.size for d in parts))}: {text}"
+    return text
+
+
+def _same(
+  fn: Callable[..., Any],
+  new_fn: Callable[..., Any],
+  params: Any,
+  inputs: Sequence[Any],
+) -> bool:
+  """Tell whether the user's code, run on the new sizes, is our program."""
+  ours = _program.trace(new_fn, params, *inputs)
+  try:
+    theirs = _program.trace(fn, params, *inputs)
+  except Exception:
+    # Whatever user code raises on unforeseen sizes means one thing.
+    return False
+  return ours.signature() == theirs.signature()
