@@ -18,6 +18,7 @@ _MODULES = {
   "NM": "format_nm",
   "Report": "acceleration",
   "Sell": "format_sell",
+  "Shrunk": "shrinking",
   "Sizes": "interchange",
   "SparseMatrix": "formats",
   "SparseTensor": "formats",
@@ -33,6 +34,7 @@ _MODULES = {
   "pack": "formats",
   "read_metadata": "files",
   "save": "files",
+  "shrink": "shrinking",
   "to_bcoo": "interchange",
 }
 
