@@ -138,7 +138,7 @@ def _plot(rows: list[Row], path: str) -> None:
   bars.tick_params("y", labelsize=7)
   for i, row in enumerate(sparse):
     axes = fig.add_subplot(spec[i // 3, 2 + i % 3])
-    axes.imshow(row.picture, vmin=0, cmap="gray_r", aspect="auto")
+    axes.imshow(row.picture, vmin=0, vmax=1, cmap="gray_r", aspect="auto")
     axes.set_title(f"{row.tensor.name}\n{row.structure}", fontsize=6)
     axes.set(xticks=[], yticks=[])
   fig.savefig(path, dpi=120)
