@@ -14,6 +14,8 @@ from jax import Array
 from jax.extend import core
 from jax.interpreters import batching, mlir
 
+from jaxpruner._selection import manual_axes
+
 _choice_p = core.Primitive("jaxpruner_choice")
 _choice_p.multiple_results = True
 
@@ -87,10 +89,10 @@ def on_one_device(
     *args: pytrees of arrays.
   """
   flat, treedef = jax.tree.flatten(args)
-  types = [jax.typeof(x) for x in flat]
-  if any(getattr(t, "vma", None) for t in types):
+  if any(map(manual_axes, flat)):
     return local(*args)
-  if any(axis is not None for t in types for axis in t.sharding.spec):
+  specs = [jax.typeof(x).sharding.spec for x in flat]
+  if any(axis is not None for spec in specs for axis in spec):
     return partitioned(*args)
   return _choice_p.bind(
     *flat,

@@ -88,8 +88,10 @@ def _evaluate(jaxpr, constants, *args) -> list[Array]:
     elif jnp.dtype(dtype) in _BITWISE.get(name, ()):
       outputs = [_RULES[name](*inputs)]
     else:
-      subfuns, params = eqn.primitive.get_bind_params(eqn.params)
-      outputs = eqn.primitive.bind(*subfuns, *inputs, **params)
+      params = eqn.primitive.get_bind_params(eqn.params)
+      # Older JAX returns functions to bind apart from the parameters.
+      first, params = params if isinstance(params, tuple) else ((), params)
+      outputs = eqn.primitive.bind(*first, *inputs, **params)
       if not eqn.primitive.multiple_results:
         outputs = [outputs]
     values |= zip(eqn.outvars, outputs, strict=True)

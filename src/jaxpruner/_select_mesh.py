@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+
 from jaxpruner import _selection as sel
 from jaxpruner._recipe import Recipe
 from jaxpruner._selection import COUNT, PROBES, Bracket, Plan, at

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+
 from jaxpruner._recipe import Recipe
 
 PROBES = 8
@@ -85,16 +86,23 @@ def sums(values: Sequence[Array], axes: tuple[int, ...]) -> list[Array]:
   return lax.reduce(list(values), zeros, add, axes)
 
 
+def manual_axes(x: Array) -> frozenset[str]:
+  """The axes of an enclosing `shard_map` that `x` varies over."""
+  kind = jax.typeof(x)
+  if hasattr(kind, "vma"):  # older JAX
+    return frozenset(kind.vma)
+  return frozenset(kind.manual_axis_type.varying)
+
+
 def vary(tree, anchor):
   """Mark `tree` as varying over the manual mesh axes `anchor` varies over.
 
   Inside `shard_map` a loop's first carry must have the type of its last.
   """
-  axes = lambda x: getattr(jax.typeof(x), "vma", frozenset())
-  wanted = frozenset().union(*map(axes, jax.tree.leaves(anchor)))
+  wanted = frozenset().union(*map(manual_axes, jax.tree.leaves(anchor)))
 
   def cast(x):
-    missing = tuple(wanted - axes(x))
+    missing = tuple(wanted - manual_axes(x))
     return lax.pcast(x, missing, to="varying") if missing else x
 
   return jax.tree.map(cast, tree)

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+
 from jaxpruner import _select_local, _select_mesh, _selection
 from jaxpruner._placement import on_one_device
 from jaxpruner._recipe import Recipe, recipe
