@@ -160,9 +160,10 @@ def test_sparsity_types_are_spelled(spec, kind):
   ],
 )
 def test_schedules_follow_the_documented_rule(config, scheduler):
-  assert create(
-    {"algorithm": "magnitude", "sparsity": 0.5, **config}
-  ).scheduler == scheduler
+  assert (
+    create({"algorithm": "magnitude", "sparsity": 0.5, **config}).scheduler
+    == scheduler
+  )
 
 
 def test_distributions_and_filters_are_passed_on():

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import jax
+import jax.core
 import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
@@ -37,7 +38,6 @@ from jaxpruner._state import (
   refuse_nan,
   seed_data,
 )
-
 
 UNSET = functools.partial(sparsity_distributions.uniform, sparsity=0.0)
 
@@ -119,7 +119,7 @@ class BaseUpdater:
       check_seed(self.rng_seed)
 
   def __eq__(self, other: object) -> bool:
-    if type(self) is not type(other):
+    if not isinstance(other, BaseUpdater) or type(self) is not type(other):
       return NotImplemented
     return self._fields() == other._fields()
 
@@ -259,7 +259,7 @@ class BaseUpdater:
           f"{type(self).__name__}.wrap_optax(…).update needs params: call "
           "tx.update(grads, opt_state, params)"
         )
-      self._check_masks(params, state.masks)
+      self._check_masks(params, state.masks, targets=state.target_sparsities)
       due = self.scheduler.is_mask_update_iter(state.count)
       state = self._update_if(due, state, params, updates)
       if self.is_sparse_gradients:
@@ -319,7 +319,9 @@ class BaseUpdater:
     masks = self.get_initial_masks(params, targets)
     pruned = sum(s is not None for s in _tree.align(params, targets))
     return state._replace(
-      masks=self._pack(masks), skipped=jnp.zeros([pruned], jnp.int32)
+      masks=self._pack(masks),
+      # Checkpoints refuse empty arrays.
+      skipped=jnp.zeros([pruned], jnp.int32) if pruned else None,
     )
 
   def instant_sparsify(
@@ -373,16 +375,23 @@ class BaseUpdater:
       lambda _, param, mask: apply_mask(param, mask, is_packed), params, masks
     )
 
-  def _check_masks(self, params, masks, is_packed=None) -> None:
+  def _check_masks(self, params, masks, is_packed=None, targets=None) -> None:
     if is_packed is None:
       is_packed = self.use_packed_masks
-    for (names, param), mask in zip(
+    for (names, param), mask, target in zip(
       _tree.flatten_with_names(params)[0],
       _tree.align(params, masks),
+      _tree.align(params, targets, "target_sparsities"),
       strict=True,
     ):
       if mask is not None:
         check_fit(mask, param.shape, is_packed, _tree.join(names))
+      elif target is not None:
+        raise ValueError(
+          f"params leaf {_tree.join(names)!r}: the state holds a target "
+          "sparsity but no mask; restore checkpoints into the structure that "
+          "tx.init(params) gives"
+        )
 
   def _check_scores(self, params, targets, scores) -> None:
     for (names, param), target, score in zip(
