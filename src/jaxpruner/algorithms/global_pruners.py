@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import jax
+import jax.core
 import jax.numpy as jnp
 
 from jaxpruner import (
@@ -61,18 +62,34 @@ class GlobalPruning(base_updater.BaseUpdater):
       )
 
   def distribute(self, params):
-    return sparsity_distributions.uniform(
+    shares = sparsity_distributions.uniform(
       params, self.sparsity, self.filter_fn, self.custom_sparsity_map
+    )
+    leaves, treedef = _tree.flatten_with_names(params)
+    # A ranked leaf heads for the request itself, not for a share rounded to
+    # its size, or the ramp would end beside it.
+    return treedef.unflatten(
+      [
+        self.sparsity if share is not None and own is None else share
+        for share, own in zip(
+          _tree.align(params, shares), self._own(leaves), strict=True
+        )
+      ]
+    )
+
+  def _own(self, leaves) -> list[Any]:
+    """Return, per leaf, the key of its own sparsity, or `None`."""
+    if not self.custom_sparsity_map:
+      return [None] * len(leaves)
+    names = [name for name, _ in leaves]
+    return _tree.match_patterns(
+      self.custom_sparsity_map, names, "custom_sparsity_map"
     )
 
   def create_masks(self, scores, sparsities):
     leaves, treedef = _tree.flatten_with_names(scores)
     wanted = _tree.align(scores, sparsities, "sparsities")
-    custom = [None] * len(leaves)
-    if self.custom_sparsity_map:
-      custom = _tree.match_patterns(
-        self.custom_sparsity_map, [n for n, _ in leaves], "custom_sparsity_map"
-      )
+    custom = self._own(leaves)
     ranked = [
       i for i, s in enumerate(wanted) if s is not None and custom[i] is None
     ]
@@ -105,8 +122,7 @@ class GlobalPruning(base_updater.BaseUpdater):
   create_masks.takes_lazy = True  # pyright: ignore[reportFunctionMemberAccess]
 
   def _request(self, wanted, ranked):
-    # Leaves differ from `sparsity` by rounding only; the schedule moves all
-    # of them alike.
+    # The schedule moves all of them alike.
     first = wanted[ranked[0]]
     if isinstance(first, mask_calculator.AtStep):
       return mask_calculator.AtStep(first.value, self.sparsity)
