@@ -21,7 +21,7 @@ VERSION = 1
 _KEY = "jaxpruner"
 _DIGEST = "jaxpruner_sha256"
 _BITMASK_PARTS = (".shape", ".compressed", ".bitmask", ".row_offsets")
-_CHUNK = 1 << 18  # elements decoded at once: bits and indices stay in cache
+_CHUNK = 1 << 17  # elements decoded at once: mask and indices stay in cache
 
 
 class Tensor(NamedTuple):
@@ -67,27 +67,27 @@ def _pack_bits(kept: np.ndarray) -> np.ndarray:
   return np.pad(bits, (0, -bits.size % 8))
 
 
-def _spread(bits: np.ndarray, values: np.ndarray, n: int) -> np.ndarray:
-  """Put `values` where the first `n` of `bits` are set, +0.0 elsewhere."""
-  out = np.zeros(n, f"u{values.dtype.itemsize}")
+def _spread(mask: np.ndarray, values: np.ndarray) -> np.ndarray:
+  """Put `values` where a flat mask is 1, +0.0 elsewhere."""
+  out = np.zeros(mask.size, f"u{values.dtype.itemsize}")
   words, taken = _words(values), 0
-  for begin in range(0, n, _CHUNK):
-    end = min(begin + _CHUNK, n)
-    chunk = np.unpackbits(
-      bits[begin // 8 : -(-end // 8)], count=end - begin, bitorder="little"
-    )
-    where = np.flatnonzero(chunk.view(np.bool_))
+  for begin in range(0, mask.size, _CHUNK):
+    where = np.flatnonzero(mask[begin : begin + _CHUNK].view(np.bool_))
     part = words[taken : taken + where.size]
-    if part.size != where.size:
-      break
-    out[begin:end][where] = part
+    if part.size == where.size:
+      out[begin : begin + _CHUNK][where] = part
     taken += where.size
-  padding = np.unpackbits(bits[n // 8 :], bitorder="little")[n % 8 :]
-  if taken != words.size or padding.any():
+  if taken != words.size:
     raise st.FileFormatError(
-      f"the bits mark another number of weights than the {words.size} stored"
+      f"the bits mark {taken} weights, {words.size} are stored"
     )
   return out.view(values.dtype)
+
+
+def _unpack_bits(bits: np.ndarray, size: int) -> np.ndarray:
+  if np.unpackbits(bits[size // 8 :], bitorder="little")[size % 8 :].any():
+    raise st.FileFormatError("bits are set beyond the last weight")
+  return np.unpackbits(bits, count=size, bitorder="little")
 
 
 def _sha(*arrays: np.ndarray) -> str:
@@ -246,9 +246,9 @@ class SparseFile:
       raise st.FileFormatError("its bytes do not match their SHA-256")
     if tensor.encoding == "dense":
       return parts[0], None
-    mask = None
     if tensor.encoding == "packed":
       bits, values = parts
+      mask = _unpack_bits(bits, tensor.size)
     else:
       _, values, rows, offsets = parts
       mask = np.unpackbits(
@@ -257,12 +257,8 @@ class SparseFile:
       counts = mask.sum(-1, dtype=np.int64).reshape(-1)
       if (offsets.reshape(-1) != np.cumsum(counts) - counts).any():
         raise st.FileFormatError("row_offsets contradict the bitmask")
-      bits = np.packbits(mask, bitorder="little")
-    array = _spread(bits, values, tensor.size).reshape(tensor.shape)
-    if tensor.masked and mask is None:
-      mask = np.unpackbits(bits, count=tensor.size, bitorder="little")
-      mask = mask.reshape(tensor.shape)
-    return array, mask
+    array = _spread(mask.reshape(-1), values).reshape(tensor.shape)
+    return array, mask.reshape(tensor.shape) if tensor.masked else None
 
   def chunks(self, name: str) -> Iterator[np.ndarray]:
     """Yield a tensor flat in pieces; only a packed one is read whole."""
