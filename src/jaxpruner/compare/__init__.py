@@ -1,10 +1,10 @@
 """`jaxpruner compare`: fair comparisons of pruning algorithms.
 
-    plan        settings -> cells (an algorithm at a sparsity)
-    tasks/      what is trained, one file each
-    program     one cell's training, all seeds in one compiled program
-    cell        train, evaluate, price and check one cell
-    executors   cells in this process, in several, or on a Ray cluster
-    folder      what is finished, safe at any instant
-    statistics, table, pictures, page, terminal   what is shown
+plan        settings -> cells (an algorithm at a sparsity)
+tasks/      what is trained, one file each
+program     one cell's training, all seeds in one compiled program
+cell        train, evaluate, price and check one cell
+executors   cells in this process, in several, or on a Ray cluster
+folder      what is finished, safe at any instant
+statistics, table, pictures, page, terminal   what is shown
 """

@@ -83,7 +83,8 @@ def _sizes(task: Task) -> tuple[int, int]:
     **task.pruning,
   }
   updater = jaxpruner.create_updater_from_config(config)
-  targets = updater.sparsity_distribution_fn(shapes)
+  share = updater.sparsity_distribution_fn
+  targets = share(shapes) if share else None
   total = sum(x.size for x in jax.tree.leaves(shapes))
   masked = jax.tree.structure(shapes).flatten_up_to(targets)
   prunable = sum(

@@ -110,7 +110,9 @@ def verified(raw: bytes, sha256: str, name: str) -> bytes:
   return raw
 
 
-def _read_bounded(file: IO[bytes], limit: int, name: str) -> bytes:
+def _read_bounded(
+  file: IO[bytes] | gzip.GzipFile, limit: int, name: str
+) -> bytes:
   """Read at most `limit` bytes; more means a bomb or the wrong file."""
   try:
     raw = file.read(limit + 1)

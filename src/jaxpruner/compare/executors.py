@@ -116,7 +116,7 @@ def processes(
           text=True,
         )
       workers.append(worker)
-      worker.stdin.write(first + "\n")
+      workers[index].stdin.write(first + "\n")
       threading.Thread(
         target=listen, args=(index, worker.stdout), daemon=True
       ).start()
@@ -162,7 +162,7 @@ def ray_cluster(
       "--executor ray needs Ray: pip install 'jaxpruner[ray]'"
     ) from error
   if not ray.is_initialized():
-    ray.init(address=address, log_to_driver=False, logging_level="error")
+    ray.init(address=address, log_to_driver=False)
 
   task = ray.remote(max_retries=3)(_remote)
   payload = plan.as_dict(settings)

@@ -143,7 +143,8 @@ def pack_arrays(arrays: Mapping[str, np.ndarray]) -> bytes:
 def unpack_arrays(path: pathlib.Path) -> dict[str, np.ndarray]:
   """Return the arrays that `pack_arrays` stored; damage raises FolderError."""
   try:
-    with np.load(path, allow_pickle=False) as file:
+    # Opened here: np.load leaks its file when the archive is damaged.
+    with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
       return {name.removeprefix("a:"): file[name] for name in file.files}
   except Exception as error:  # zipfile, zlib, numpy: all mean the same here
     raise FolderError(f"{path}: damaged ({error}); delete it") from error

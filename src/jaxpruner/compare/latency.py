@@ -80,7 +80,8 @@ def _accelerated(apply, params, masks, inputs) -> Callable | None:
     accelerate = jaxpruner.sparse.accelerate
   except (AttributeError, ImportError):
     return None
-  return accelerate(apply, params, inputs, masks=masks)
+  fast, _ = accelerate(apply, params, inputs, masks=masks)
+  return fast
 
 
 def ratio_of(

@@ -70,7 +70,7 @@ def print_table(rows: Sequence[table.Row]) -> None:
   """
   out = console.Console()
   # A pipe or a file has no width of its own.
-  width = out.width if out.is_terminal else 160
+  width = out.width if out.is_terminal else 180
   out = console.Console(width=width)
   shown = table.used_columns(rows)
   drop = [2, 8, 11, 7, 5, 10, 9, 6]
@@ -79,6 +79,7 @@ def print_table(rows: Sequence[table.Row]) -> None:
     i: max([len(table.COLUMNS[i]), *(len(t[i]) for t in texts)]) + 3
     for i in shown
   }
+  size[0] = 3 + max(len(_short(row.group)) for row in rows)
   while sum(size[i] for i in shown) > width and set(drop) & set(shown):
     shown.remove(next(i for i in drop if i in shown))
   for title, block in table.blocks(rows):
@@ -94,7 +95,11 @@ def print_table(rows: Sequence[table.Row]) -> None:
         if group is not None:
           view.add_section()
         group = row.group
-        view.add_row(f"[italic]{group.partition(':')[0]}[/]")
+        view.add_row(f"[italic]{_short(group)}[/]")
       cells = [text.replace("[", r"\[") for text in table.spelled(row)]
       view.add_row(*(cells[i] for i in shown))
     out.print(view)
+
+
+def _short(group: str) -> str:
+  return group.partition(":")[0]

@@ -42,9 +42,8 @@ class Task:
   width_multiple: ClassVar[int] = 1
   # Keyword arguments for every updater: which leaves stay dense, and so on.
   pruning: ClassVar[dict[str, Any]] = {}
-  # "vmap" turns seeds into one bigger product, "map" runs them in turn inside
-  # the program: better for convolutions, whose vmapped kernels become grouped
-  # convolutions that XLA's CPU backend runs slowly.
+  # "vmap" turns seeds into one bigger product; "map" runs them in turn inside
+  # the program, for networks whose activations for all seeds do not fit.
   batching: ClassVar[str] = "vmap"
 
   def load(self, folder: str | None = None) -> PyTree:

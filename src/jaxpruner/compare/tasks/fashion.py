@@ -1,0 +1,63 @@
+"""Fashion-MNIST with a small convolutional network.
+
+Data: all 60,000 + 10,000 images (Debian package `dataset-fashion-mnist`, or
+`--data DIR` with IDX files).
+Model: two 3 x 3 convolutions (16 and 32 channels) with pooling, then
+1568 - 128 - 10; 207 k weights; Adam, cosine.
+Command: `jaxpruner compare --task fashion --sparsity 0.8,0.9,0.95,0.98`.
+"""
+
+import dataclasses
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpruner.compare import data, layers
+from jaxpruner.compare.tasks import base
+
+
+@dataclasses.dataclass(frozen=True)
+class Fashion(base.Classification):
+  """Fashion-MNIST with two convolutions and two linear layers."""
+
+  width: int = 16
+  steps: int = 1500
+  batch_size: int = 64
+  learning_rate: float = 2e-3
+  name: ClassVar[str] = "fashion"
+
+  def load(self, folder: str | None = None) -> dict[str, np.ndarray]:
+    return data.load_fashion(folder)
+
+  def prepare(self, inputs: jax.Array) -> jax.Array:
+    # Mean and deviation of the training pixels.
+    return ((inputs / 255.0 - 0.286) / 0.353)[..., None]
+
+  def init(self, key: jax.Array) -> Any:
+    keys = jax.random.split(key, 4)
+    w = self.width
+    return {
+      "conv_0": layers.conv_init(keys[0], 3, 1, w),
+      "conv_1": layers.conv_init(keys[1], 3, w, 2 * w),
+      "dense_0": layers.dense_init(keys[2], 7 * 7 * 2 * w, 8 * w),
+      "dense_1": layers.dense_init(keys[3], 8 * w, 10),
+    }
+
+  def apply(self, params: Any, inputs: jax.Array) -> jax.Array:
+    x = inputs
+    for name in ("conv_0", "conv_1"):
+      x = _pool(jax.nn.relu(layers.conv(params[name], x)))
+    x = x.reshape(len(x), -1)
+    x = jax.nn.relu(layers.dense(params["dense_0"], x))
+    return layers.dense(params["dense_1"], x)
+
+
+def _pool(x: jax.Array) -> jax.Array:
+  """Take the maximum of 2 x 2 pixels.
+
+  By reshaping, since the gradient of `reduce_window` is slow on CPU.
+  """
+  n, h, w, c = x.shape
+  return jnp.max(x.reshape(n, h // 2, 2, w // 2, 2, c), axis=(2, 4))
