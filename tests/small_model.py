@@ -134,6 +134,12 @@ def assert_confined(updater: Any, params: Any, state: Any) -> None:
     assert not pruned.any() and not np.signbit(pruned).any(), name
 
 
+def _without_key_type(leaf: Any) -> Any:
+  if jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.prng_key):
+    return jax.random.key_data(leaf)
+  return leaf
+
+
 def assert_identical(a: Any, b: Any) -> None:
   """Assert that two trees have the same structure, dtypes and bits."""
   assert jax.tree.structure(a) == jax.tree.structure(b)
@@ -141,7 +147,7 @@ def assert_identical(a: Any, b: Any) -> None:
   for name, x, y in zip(
     names, jax.tree.leaves(a), jax.tree.leaves(b), strict=True
   ):
-    x, y = np.asarray(x), np.asarray(y)
+    x, y = (np.asarray(_without_key_type(leaf)) for leaf in (x, y))
     assert x.dtype == y.dtype and x.shape == y.shape, name
     assert x.tobytes() == y.tobytes(), name
 

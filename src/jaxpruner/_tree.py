@@ -184,16 +184,25 @@ def unmatched_moments(
   made fresh when a weight grows.
   """
   table = _moments_table(params, keep)
-  found = []
-  for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
+  pruned = {p: leaf for p, (leaf, kept) in table.items() if kept is not None}
+  size = sum(leaf.size for leaf in pruned.values())
+
+  def speaks_of_pruned(path, leaf) -> bool:
     param, kept = _owner(table, path)
-    foreign = param is None and jnp.issubdtype(
-      jnp.result_type(leaf), jnp.floating
+    if param is not None:
+      return kept is not None and not _per_weight(leaf, param)
+    inside = any(
+      path[start : start + len(p)] == p
+      for p in pruned
+      for start in range(len(path) - len(p))
     )
-    shared = kept is not None and not _per_weight(leaf, param)
-    if np.size(leaf) > 1 and (foreign or shared):
-      found.append(join(path_names(path)))
-  return found
+    return inside or np.size(leaf) >= size
+
+  return [
+    join(path_names(path))
+    for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]
+    if np.size(leaf) > 1 and speaks_of_pruned(path, leaf)
+  ]
 
 
 def _moments_table(params: PyTree, keep: list[Any]) -> dict[Any, Any]:

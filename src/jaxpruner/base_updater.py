@@ -260,6 +260,8 @@ class BaseUpdater:
           "tx.update(grads, opt_state, params)"
         )
       self._check_masks(params, state.masks, targets=state.target_sparsities)
+      if self.is_sparse_gradients or "gradients" in self.category.needs:
+        _tree.align(params, updates, "grads")  # raises where they differ
       due = self.scheduler.is_mask_update_iter(state.count)
       state = self._update_if(due, state, params, updates)
       if self.is_sparse_gradients:
