@@ -1,0 +1,146 @@
+"""Imports: their direction, their cost, and the names they promise."""
+
+import ast
+import pathlib
+import statistics
+import subprocess
+import sys
+
+import pytest
+
+import jaxpruner
+
+ROOT = pathlib.Path(jaxpruner.__file__).parent
+
+# Trees and the engine, in however many files.
+_PRIVATE = {p.stem for p in ROOT.glob("_*.py")} - {"__init__", "_state"}
+# Each layer may import those before it (and itself, for packages).
+CORE = [
+  _PRIVATE | {"mask_calculator"},
+  {"sparsity_types"},
+  {"sparsity_distributions", "sparsity_schedules"},
+  {"_state", "base_updater"},
+  {"algorithms"},
+  {"api"},
+]
+BOTTOM = CORE[0] | CORE[1]
+# Stand beside the core: they know trees, masks and types, not algorithms.
+BESIDE = ("utils", "report", "sparse")
+# Live on public names alone.
+OUTSIDE = ("cli", "compare", "integrations")
+
+
+def files(name):
+  path = ROOT / name
+  return sorted(path.rglob("*.py")) if path.is_dir() else [ROOT / f"{name}.py"]
+
+
+def imports(path, within_functions=True):
+  """The first name below `jaxpruner` of every import in a file."""
+  tree = ast.parse(path.read_text())
+  nodes = ast.walk(tree) if within_functions else tree.body
+  found = set()
+  for node in nodes:
+    if isinstance(node, ast.Import):
+      names = [alias.name for alias in node.names]
+    elif isinstance(node, ast.ImportFrom) and node.module:
+      names = [f"{node.module}.{alias.name}" for alias in node.names]
+    else:
+      continue
+    for name in names:
+      parts = name.split(".")
+      if parts[0] == "jaxpruner":
+        found.add(parts[1] if len(parts) > 1 else "")
+  return found
+
+
+def outside(path):
+  tree = ast.parse(path.read_text())
+  found = set()
+  for node in tree.body:
+    if isinstance(node, ast.Import):
+      found |= {alias.name.split(".")[0] for alias in node.names}
+    elif isinstance(node, ast.ImportFrom) and node.module:
+      found.add(node.module.split(".")[0])
+  return found - {"jaxpruner"} - set(sys.stdlib_module_names)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("layer", range(len(CORE)))
+def test_core_layers_import_only_what_lies_below(layer):
+  below = set().union(*CORE[: layer + 1])
+  for name in sorted(CORE[layer]):
+    for path in files(name):
+      if path.exists():
+        assert imports(path) <= below, path.name
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_what_stands_beside_the_core_knows_its_bottom_only(name):
+  # What the command line offers is told by its own tables.
+  allowed = BOTTOM | set(BESIDE) | {"_state", "cli", ""}
+  for path in files(name):
+    if path.exists() and not path.stem.endswith("command"):
+      assert imports(path) <= allowed, path
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_what_stands_outside_uses_public_names_only(name):
+  for path in files(name):
+    if path.exists():
+      private = {n for n in imports(path) if n.startswith("_")}
+      assert private <= {"__version__"}, (path, private)
+
+
+def test_nothing_imports_what_stands_outside():
+  for path in ROOT.rglob("*.py"):
+    name = path.relative_to(ROOT).parts[0].removesuffix(".py")
+    if name not in OUTSIDE and not path.stem.endswith("command"):
+      assert not imports(path) & set(OUTSIDE), path
+
+
+def test_the_core_depends_on_jax_optax_and_numpy_only():
+  for name in sorted(set().union(*CORE) | {"__init__", "utils"}):
+    for path in files(name):
+      if path.exists():
+        assert outside(path) <= {"jax", "optax", "numpy"}, path
+
+
+@pytest.mark.quick
+def test_public_names_exist_and_are_sorted():
+  names = jaxpruner.__all__
+  # Constants, classes, functions: as ruff sorts them.
+  order = lambda n: (not n.isupper(), not n[0].isupper(), n)
+  assert names == sorted(set(names), key=order)
+  for name in names:
+    assert getattr(jaxpruner, name) is not None, name
+  with pytest.raises(AttributeError, match="'no_such_name'"):
+    jaxpruner.no_such_name  # noqa: B018
+
+
+def python(code):
+  return subprocess.run(
+    [sys.executable, "-c", code], capture_output=True, text=True, check=True
+  ).stdout
+
+
+def test_importing_starts_no_backend():
+  out = python(
+    "import jaxpruner\n"
+    "from jax._src import xla_bridge\n"
+    "print(xla_bridge.backends_are_initialized())"
+  )
+  assert out.strip() == "False"
+
+
+@pytest.mark.slow
+def test_importing_costs_little_more_than_jax_and_optax():
+  timed = (
+    "import time; start = time.process_time(); import {}; "
+    "print(time.process_time() - start)"
+  )
+  ours, theirs = [], []
+  for _ in range(7):
+    theirs.append(float(python(timed.format("jax, optax"))))
+    ours.append(float(python(timed.format("jax, optax, jaxpruner"))))
+  assert statistics.median(ours) <= 1.1 * statistics.median(theirs)
