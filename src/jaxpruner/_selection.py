@@ -135,9 +135,11 @@ class Bracket(NamedTuple):
 
   def narrow(self, probes: Array, counts: Array, ones: Array) -> "Bracket":
     """Move the bounds to those of `probes` [S, P] nearest the threshold."""
+    # Probes ascend; those that do not have wrapped around past the top.
+    valid = probes >= probes[:, :1]
     reached = counts >= ones[:, None]
-    up = reached & (probes >= self.low[:, None])
-    down = ~reached & (probes > self.low[:, None])
+    up = valid & reached & (probes >= self.low[:, None])
+    down = valid & ~reached & (probes > self.low[:, None])
     down &= probes - 1 <= self.high[:, None]
     low = jnp.max(jnp.where(up, probes, self.low[:, None]), 1)
     high = jnp.min(jnp.where(down, probes - 1, self.high[:, None]), 1)
@@ -217,9 +219,9 @@ def search(
     if first is not None:
       tried = jnp.where(turn == 0, first, tried)
     counts, kept = count(tried, active, kept)
-    # Probes beyond the top may have wrapped around.
-    valid = (tried >= tried[:, :1]) & (tried <= top[:, None])
-    new = bracket.narrow(tried, jnp.where(valid, counts, 0), ones)
+    # Nothing reaches a probe beyond the top; its narrow image has wrapped.
+    counts = jnp.where(tried <= top[:, None], counts, 0)
+    new = bracket.narrow(tried, counts, ones)
     before = bracket.reach - bracket.beyond
     # Where interpolation did little, the next probes are spread evenly, so
     # that no distribution of scores takes many passes.

@@ -235,17 +235,12 @@ def n_by_m_mask(scores: Array, n: Any, m: int, axis: int = -2) -> Array:
     )
   split = (*scores.shape[:axis], length // m, m, *scores.shape[axis + 1 :])
   image = _selection.image(scores).reshape(split)
-  take = lambda i: lax.index_in_dim(image, i, axis + 1, keepdims=False)
-  group = [take(i) for i in range(m)]
-  # An entry's rank is the number of entries that beat it.
-  beats = lambda i, j: group[i] >= group[j] if i < j else group[i] > group[j]
-  kept = []
-  for j in range(m):
-    rank = sum(beats(i, j).astype(MASK_DTYPE) for i in range(m) if i != j)
-    kept.append(
-      jnp.asarray(rank < n, MASK_DTYPE) | jnp.zeros_like(group[j], MASK_DTYPE)
-    )
-  return jnp.stack(kept, axis + 1).reshape(scores.shape)
+  place = lax.broadcasted_iota(jnp.int32, split, axis + 1)
+  rank = jnp.zeros(split, jnp.int32)
+  for i in range(m):
+    other = lax.slice_in_dim(image, i, i + 1, axis=axis + 1)
+    rank += (other > image) | ((other == image) & (place > i))
+  return (rank < n).astype(MASK_DTYPE).reshape(scores.shape)
 
 
 def pack_mask(mask: Array) -> Array:
