@@ -129,9 +129,8 @@ def test_inputs_and_outputs_stay_and_say_so():
     ("slice", lambda h: h.at[:, 0].set(0)),
     ("concatenate", lambda h: jnp.concatenate([h[:, :2], h[:, 2:]], -1)),
     ("roll", lambda h: jnp.roll(h, 1, -1)),
-    ("scan", lambda h: jax.lax.scan(lambda c, x: (c + x, x), 0 * h[0], h)[1]),
     ("cond", lambda h: jax.lax.cond(h[0, 0] > 0, jnp.sin, jnp.cos, h)),
-    ("while", lambda h: jax.lax.fori_loop(0, 2, lambda i, c: c * 2, h)),
+    ("while", lambda h: jax.lax.while_loop(lambda c: c.sum() < 9, jnp.exp, h)),
     ("norm", lambda h: h - h.mean(-1, keepdims=True)),
   ],
 )
@@ -147,6 +146,29 @@ def test_an_operation_that_sees_the_axis_whole_stops_it(name, operation):
   (blocked,) = small.blocked
   assert blocked[:3] == ("0/w", 1, 4)
   assert "(" in blocked.reason, name
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_scanned_layers_lose_what_all_of_them_can_spare(reverse):
+  def fn(p, x):
+    def layer(h, p):
+      h = h + jax.nn.relu(h @ p["up"] + p["bias"]) @ p["down"] + p["out"]
+      return h, h.sum(-1)
+
+    return jax.lax.scan(layer, x, p, reverse=reverse)
+
+  params = models.randomize(
+    {"up": jnp.ones((3, 5, 6)), "bias": jnp.ones((3, 6)),
+     "down": jnp.ones((3, 6, 5)), "out": jnp.ones((3, 5))}
+  )  # fmt: skip
+  masks = models.nothing_masked(params)
+  masks["up"] = models.mask_axis(params["up"], 2, range(6))
+  for layer, dead in enumerate(([0, 1, 2], [1, 2, 4], [2, 1, 5])):
+    masks["up"][layer][:, dead] = 0
+  small = models.shrink_and_compare(fn, params, masks, X)
+  assert models.shapes(small) == {
+    "up": (3, 5, 4), "bias": (3, 4), "down": (3, 4, 5), "out": (3, 5)
+  }  # fmt: skip
 
 
 def test_residual_partners_go_together_or_not_at_all():

@@ -48,11 +48,18 @@ class Constants:
     self._uniform: dict[Var, np.ndarray] = {}
     for var, value in values.items():
       self._start(var, value)
+    whole = dict(values)
     for node in program.nodes:
       for var in node.inputs:
-        if var.value is not None and var not in values:
-          self._start(var, np.asarray(var.value))
-      if node.name in ELEMENTWISE:
+        if var.value is not None and var not in whole:
+          whole[var] = np.asarray(var.value)
+          self._start(var, whole[var])
+      if node.name == "slice" and node.inputs[0] in whole:
+        # One layer of a stack: more is known of it than of the stack.
+        out = node.outputs[0]
+        whole[out] = cut(node, whole[node.inputs[0]])
+        self._start(out, whole[out])
+      elif node.name in ELEMENTWISE:
         self._elementwise(node)
       else:
         self._move(node)
@@ -157,6 +164,13 @@ _KEEPS = frozenset(
 _SUMS = frozenset(("reduce_sum", *WINDOWS, *CUMULATIVE)) - _KEEPS - {
   "cumprod", "cumlogsumexp",
 }  # fmt: skip
+
+
+def cut(node: Node, array: np.ndarray) -> np.ndarray:
+  """Apply a slice operation."""
+  start, limit = node.params["start_indices"], node.params["limit_indices"]
+  stride = node.params["strides"] or [1] * array.ndim
+  return array[tuple(map(slice, start, limit, stride))]
 
 
 def _terms(node: Node) -> int | None:

@@ -39,7 +39,7 @@ class Folder:
       return np.asarray(var.value)
     if var not in self._values:
       node = self._maker.get(var)
-      if node is None or node.name not in _SHAPERS:
+      if node is None or node.name not in (*_SHAPERS, "slice"):
         return None
       value = self._value(node.inputs[0])
       if value is None:

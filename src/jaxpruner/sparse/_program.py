@@ -1,8 +1,8 @@
 """A traced function as a flat list of operations on arrays.
 
 Calls that only wrap a function (`jit`, `checkpoint`, custom derivatives) are
-opened, so that an analysis sees plain operations. Loops and branches stay
-single operations.
+opened and scans of moderate length unrolled, so that an analysis sees plain
+operations, layer by layer. Other loops and branches stay single operations.
 """
 
 import dataclasses
@@ -25,6 +25,7 @@ _CALLS = {
   "custom_vjp_call": "call_jaxpr",
   "custom_vjp_call_jaxpr": "fun_jaxpr",
 }
+_UNROLL = 128  # longer scans run over time rather than over layers
 _JAX = str(pathlib.Path(jax.__file__).parent)
 
 
@@ -117,6 +118,8 @@ def _inline(
     inner = getattr(callee, "jaxpr", callee)
     if inner is not None and len(inner.invars) == len(inputs):
       outputs = _inline(inner, getattr(callee, "consts", ()), inputs, nodes)
+    elif eqn.primitive.name == "scan" and 0 < eqn.params["length"] <= _UNROLL:
+      outputs = _unroll(eqn, inputs, nodes)
     else:
       outputs = [_var(v.aval) for v in eqn.outvars]
       nodes.append(
@@ -124,6 +127,40 @@ def _inline(
       )
     env.update(zip(eqn.outvars, outputs, strict=True))
   return [read(atom) for atom in jaxpr.outvars]
+
+
+def _call(
+  fn: Callable[..., Any], args: list[Var], nodes: list[Node]
+) -> list[Var]:
+  """Append the operations of a function of ours."""
+  closed = jax.make_jaxpr(fn)(
+    *(jax.ShapeDtypeStruct(v.shape, v.dtype) for v in args)
+  )
+  return _inline(closed.jaxpr, closed.consts, args, nodes)
+
+
+def _unroll(eqn: Any, inputs: list[Var], nodes: list[Node]) -> list[Var]:
+  """Write a scan out, one step after the other."""
+  params = eqn.params
+  body, length = params["jaxpr"], params["length"]
+  first, second = (params["num_consts"], params["num_carry"])
+  consts, rest = inputs[:first], inputs[first:]
+  carry, xs = rest[:second], rest[second:]
+  steps: dict[int, list[Var]] = {}
+  order = range(length)
+  for i in reversed(order) if params["reverse"] else order:
+    items = [
+      _call(lambda x, i=i: jax.lax.index_in_dim(x, i, 0, False), [x], nodes)[0]
+      for x in xs
+    ]
+    outs = _inline(body.jaxpr, body.consts, [*consts, *carry, *items], nodes)
+    carry, steps[i] = outs[:second], outs[second:]
+  columns = zip(*(steps[i] for i in order), strict=True)
+  ys = [
+    _call(lambda *y: jax.numpy.stack(y), list(column), nodes)[0]
+    for column in columns
+  ]
+  return [*carry, *ys]
 
 
 def _source(eqn: Any) -> str:

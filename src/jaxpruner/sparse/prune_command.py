@@ -22,6 +22,7 @@ from jaxpruner.sparse._progress import track
 from jaxpruner.sparse._safetensors import FileFormatError
 from jaxpruner.sparse._table import size, table
 
+_PIECE = 1 << 20  # elements counted at once
 ALGORITHMS = ("magnitude", "random", "global_magnitude")
 
 
@@ -130,7 +131,9 @@ class Plan:
     if kind == jaxpruner.Unstructured():
       # The same choice as the type's own, without compiling per tensor.
       kept = int(kind.ones(array.shape, sparsity))
-      found = _threshold.find([name], lambda _: [scores.reshape(-1)], kept)
+      flat = scores.reshape(-1)
+      pieces = np.array_split(flat, -(-flat.size // _PIECE))
+      found = _threshold.find([name], lambda _: pieces, kept)
       return found.mask(name, scores)
     return np.asarray(_structured(kind, scores, sparsity))
 

@@ -143,9 +143,7 @@ def shrink(
   """
   paths, treedef = jax.tree_util.tree_flatten_with_path(params)
   values = [
-    np.asarray(leaf)
-    if mask is None
-    else np.where(np.asarray(mask) != 0, leaf, np.zeros((), leaf.dtype))
+    _masked(leaf, mask)
     for (_, leaf), mask in zip(paths, _tree.align(params, masks), strict=True)
   ]
   shapes = treedef.unflatten(
@@ -183,6 +181,14 @@ def shrink(
     _take=take,
     _paths={p: (i, np.shape(x)) for i, (p, x) in enumerate(paths)},
   )
+
+
+def _masked(leaf: Any, mask: Any) -> np.ndarray:
+  # Through JAX, so that the dtype is the one the function will see.
+  array = np.asarray(jnp.asarray(leaf))
+  if mask is None:
+    return array
+  return np.where(np.asarray(mask) != 0, array, np.zeros((), array.dtype))
 
 
 def _empty(array: np.ndarray) -> list[int]:
