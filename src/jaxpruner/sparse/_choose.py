@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpruner.sparse import formats
+from jaxpruner.sparse import format_bitmask, formats
 from jaxpruner.sparse._rewrite import Stacked
 
 Timer = Callable[[Mapping[str, Callable[[], Any]]], dict[str, float]]
@@ -53,11 +53,12 @@ def measure(
   return {name: float(np.median(t)) for name, t in times.items()}
 
 
-def candidates(kept: np.ndarray) -> dict[str, dict[str, Any]]:
+def candidates(kept: np.ndarray, batch: int) -> dict[str, dict[str, Any]]:
   """Return the formats, with their options, that may beat dense.
 
   Args:
     kept: the boolean (contracted, kept) mask of one weight.
+    batch: how many rows it multiplies.
   """
   density = kept.mean()
   found: dict[str, dict[str, Any]] = {}
@@ -74,6 +75,8 @@ def candidates(kept: np.ndarray) -> dict[str, dict[str, Any]]:
       break
   if density <= 0.45:
     found["sell"] = {}
+  if 0.15 <= density <= 0.75 and batch <= format_bitmask.MAX_BATCH:
+    found["bitmask"] = {}
   return found
 
 

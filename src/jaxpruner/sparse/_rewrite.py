@@ -22,6 +22,12 @@ _CALLS = frozenset({
   "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "custom_lin",
 })  # fmt: skip
 
+_CONV_PARAMS = frozenset({
+  "window_strides", "padding", "lhs_dilation", "rhs_dilation",
+  "dimension_numbers", "feature_group_count", "batch_group_count",
+  "precision", "preferred_element_type",
+})  # fmt: skip
+
 
 @formats.register
 class Stacked(Sparse):
@@ -50,7 +56,7 @@ class Use:
   contract: tuple[int, ...] = ()
   stacked: bool = False
   x: Any = None  # shape and dtype of the other operand
-  run: Callable[[Any, Any], Any] | None = None  # run(x, w) repeats the product
+  run: Any = None  # run(x, w) repeats the product
 
 
 class Probe(Sparse):
@@ -74,9 +80,23 @@ class Probe(Sparse):
     axes = self.axes if axes is None else axes
     return Probe(dense, self.uses, axes, self.stacked or stacked)
 
-  def note(self, operation: str, contract: Sequence[int] = (), **where: Any):
-    contract = tuple(self.axes[d] for d in contract)
-    self.uses.append(Use(operation, contract, self.stacked, **where))
+  def note(
+    self,
+    operation: str,
+    contract: Sequence[int] = (),
+    x: Any = None,
+    product: Callable[[Any, Any], Any] | None = None,
+  ) -> None:
+    """Write a use down in terms of the parameter's own axes."""
+    axes = self.axes
+
+    def run(x, w):
+      assert product is not None
+      return product(x, _permuted(w, axes))
+
+    contract = tuple(axes[d] for d in contract)
+    shape = None if x is None else jax.ShapeDtypeStruct(x.shape, x.dtype)
+    self.uses.append(Use(operation, contract, self.stacked, shape, run))
 
 
 def run(
@@ -161,7 +181,7 @@ def _sparse_equation(eqn: Any, args: list[Any]) -> list[Any] | None:
   if name == "convert_element_type":
     return _converted(args[0], eqn.params["new_dtype"])
   if name == "transpose":
-    return _transposed(args[0], eqn.params["permutation"])
+    return [_permuted(args[0], eqn.params["permutation"])]
   if name in ("copy", "copy_p", "optimization_barrier"):
     return args
   if name == "dot_general":
@@ -181,17 +201,18 @@ def _converted(w: Any, dtype: Any) -> list[Any] | None:
   return None
 
 
-def _transposed(w: Any, order: Sequence[int]) -> list[Any] | None:
+def _permuted(w: Any, order: Sequence[int]) -> Any:
+  """Transpose an array, a probe or a sparse weight."""
   if isinstance(w, Probe):
     axes = tuple(w.axes[d] for d in order)
-    return [w.like(jnp.transpose(w.dense, order), axes)]
-  kept = [d for d in order if isinstance(w, SparseTensor) and d in w.kept]
-  # The kept axes are folded in order: a weight that permutes them is decoded.
-  if isinstance(w, SparseTensor) and kept == list(w.kept):
-    shape = tuple(w.shape[d] for d in order)
-    contract = tuple(list(order).index(d) for d in w.contract)
-    return [dataclasses.replace(w, shape=shape, contract=contract)]
-  return None
+    return w.like(jnp.transpose(w.dense, order), axes)
+  if isinstance(w, SparseTensor):
+    # The kept axes are folded in order: one that permutes them is decoded.
+    if [d for d in order if d in w.kept] == list(w.kept):
+      shape = tuple(w.shape[d] for d in order)
+      contract = tuple(list(order).index(d) for d in w.contract)
+      return dataclasses.replace(w, shape=shape, contract=contract)
+  return jnp.transpose(ops.decode(w), order)
 
 
 def _dot(eqn: Any, lhs: Any, rhs: Any) -> list[Any] | None:
@@ -210,23 +231,25 @@ def _dot(eqn: Any, lhs: Any, rhs: Any) -> list[Any] | None:
   w, x, contract = (lhs, rhs, lc) if left else (rhs, lhs, rc)
   if not isinstance(w, Probe):
     return [product(x, w)]
-  w.note("dot", contract, x=_shape_of(x), run=product)
+  w.note("dot", contract, x, product)
   return [product(x, w.dense)]
 
 
 def _conv(eqn: Any, lhs: Any, rhs: Any) -> list[Any] | None:
   spec = eqn.params["dimension_numbers"]
-  groups = eqn.params["feature_group_count"], eqn.params["batch_group_count"]
+  # What a newer JAX adds (shardings) has no meaning for one device's product.
+  params = {k: v for k, v in eqn.params.items() if k in _CONV_PARAMS}
+  groups = params["feature_group_count"], params["batch_group_count"]
   if _is_sparse(lhs) or groups != (1, 1):
     return None
 
   def product(x, w):
-    return ops.conv_general_dilated(x, w, **eqn.params)
+    return ops.conv_general_dilated(x, w, **params)
 
   if not isinstance(rhs, Probe):
     return [product(lhs, rhs)]
   contract = ops.conv_contract(spec)
-  rhs.note("conv", contract, x=_shape_of(lhs), run=product)
+  rhs.note("conv", contract, lhs, product)
   return [product(lhs, rhs.dense)]
 
 
@@ -304,7 +327,3 @@ def _is_array(value: Any) -> bool:
 
 def _dtype(value: Any) -> Any:
   return value.dtype
-
-
-def _shape_of(x: Any) -> jax.ShapeDtypeStruct:
-  return jax.ShapeDtypeStruct(x.shape, x.dtype)

@@ -22,6 +22,8 @@ from jaxpruner.sparse._simd import (
 from jaxpruner.sparse.format_sell import LANES, TILE
 
 jit = _pool.jit
+SUPPORTED = True
+DTYPES = ("float32", "bfloat16")
 WIDTH = _simd.WIDTH
 # Slots between a prefetch and its use.
 AHEAD = 96
@@ -82,7 +84,7 @@ def batch_width(batch: int) -> int:
   return MEDIUM_BW if batch <= MEDIUM_BW else LARGE_BW
 
 
-def panel_size(batch: int, rows: int) -> int:
+def scratch_size(batch: int, rows: int) -> int:
   """Return how many floats the packed batch takes."""
   bw = batch_width(batch)
   return 1 if bw == 1 else -(-batch // bw) * -(-rows // TILE) * TILE * bw
@@ -246,11 +248,17 @@ def _row_blocks(job, begin, end, scratch):
   """Compute blocks of columns for a single row."""
   tiles, block = field(job, TILES), field(job, BLOCK)
   lanes = scratch + 4 * block
+  # The kernel reads whole tiles: the last one is copied, not overrun.
+  last = lanes + 4 * LANES
+  rest = field(job, ROWS) - (tiles - 1) * TILE
+  for k in range(rest):
+    value = read_f32(field(job, X) + 4 * ((tiles - 1) * TILE + k))
+    write_f32(last + 4 * k, value)
   for group in range(begin, end):
     for n in range(block):
       write_f32(scratch + 4 * n, 0)
     for t in range(tiles):
-      x = field(job, X) + 4 * t * TILE
+      x = field(job, X) + 4 * t * TILE if t < tiles - 1 else last
       _row_tile(job, group * tiles + t, x, scratch, lanes)
     target = field(job, Y) + 4 * group * block
     for n in range(min(block, field(job, COLS) - group * block)):
@@ -318,7 +326,7 @@ def _work(job):
   _pool.wait_for(job + 8 * PACKED, packs)
   sums = 4 * field(job, BLOCK) * field(job, BW) * field(job, STEP)
   size = field(job, PANELS) * (sums + stride * field(job, TILES))
-  memory = _pool.malloc(size + 8 * LANES + 64)
+  memory = _pool.malloc(size + 4 * (LANES + TILE) + 64)
   scratch = (memory + 63) // 64 * 64
   while index < tasks:
     _compute(job, index - packs, scratch)

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from jaxpruner import _tree
-from jaxpruner.sparse import _choose, _rewrite, sell_product
+from jaxpruner.sparse import _choose, _rewrite, formats, kernels
 from jaxpruner.sparse.formats import Sparse
 
 
@@ -227,9 +227,15 @@ def _replace(
     return stays("contracted along different axes", sparsity)
   use = max(uses, key=lambda u: int(np.prod(u.x.shape)))
   sample = kept[0] if use.stacked else kept
-  tried = _choose.candidates(_choose.formats.fold(sample, use.contract))
-  if sell_product.load_kernel() is None:
-    tried.pop("sell", None)
+  folded = formats.fold(sample, use.contract)
+  out = jax.eval_shape(
+    use.run, use.x, jax.numpy.zeros(sample.shape, leaf.dtype)
+  )
+  batch = int(np.prod(out.shape)) // folded.shape[1]
+  tried = _choose.candidates(folded, batch)
+  for format in ("sell", "bitmask"):
+    if format in tried and kernels.load(format) is None:
+      del tried[format]
   if use.stacked:
     # Blocks and removed channels have shapes of their own in every layer.
     tried = {n: o for n, o in tried.items() if n == "sell"}

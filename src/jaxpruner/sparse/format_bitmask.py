@@ -9,6 +9,8 @@ import numpy as np
 from jaxpruner.sparse import formats
 
 PANEL = 64
+# Beyond it a dense product reads the weights no oftener than we would.
+MAX_BATCH = 16
 
 
 @formats.register
@@ -46,3 +48,11 @@ class Bitmask(formats.SparseMatrix):
     kept = jnp.unpackbits(self.bits, axis=-1, bitorder="little")
     panel, row, col = jnp.nonzero(kept, size=self.values.shape[0])
     return row, panel * PANEL + col, None
+
+  def matmul(self, x: jax.Array) -> jax.Array:
+    """Multiply small batches in machine code; decode for large ones."""
+    from jaxpruner.sparse import kernels
+
+    if np.prod(x.shape[:-1]) > MAX_BATCH:
+      return x @ self.todense()
+    return kernels.matmul(x, self)

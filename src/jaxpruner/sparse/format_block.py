@@ -92,7 +92,7 @@ class Block(formats.SparseMatrix):
       stop = start + columns * length
       # Padding has row -1, the last one, and values of zero.
       chosen = x[:, self.rows[start:stop]]
-      chosen = chosen.reshape(-1, columns, length * height)
+      chosen = chosen.reshape(len(x), columns, length * height)
       values = self.values[start:stop].reshape(columns, length * height, width)
       parts.append(jnp.einsum("bnk,nkc->bnc", chosen, values))
       start = stop

@@ -83,9 +83,9 @@ class Sell(formats.SparseMatrix):
 
   def matmul(self, x: jax.Array) -> jax.Array:
     """Multiply in machine code on CPU, through a dense copy elsewhere."""
-    from jaxpruner.sparse import sell_product
+    from jaxpruner.sparse import kernels
 
-    return sell_product.matmul(x, self)
+    return kernels.matmul(x, self)
 
 
 def _pack_tile(

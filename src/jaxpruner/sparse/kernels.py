@@ -1,7 +1,8 @@
-"""x @ w for the SELL format inside `jit`: kernel, gradients, batching."""
+"""x @ w inside `jit` for formats with a kernel: gradients, batching, export."""
 
 import ctypes
 import functools
+import importlib
 import warnings
 from typing import Any
 
@@ -9,66 +10,78 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpruner.sparse.format_sell import Sell
-
-_TARGET = "jaxpruner_sell"
+from jaxpruner.sparse.formats import SparseMatrix
 
 
 @functools.cache
-def load_kernel() -> Any:
-  """Compile (or load from Numba's cache) and register the kernel.
+def load(name: str) -> Any:
+  """Compile (or load from Numba's cache) and register a format's kernel.
 
-  Returns None, and says so once, where Numba is not installed.
+  Returns None where there is none: Numba is not installed (said once), or the
+  processor lacks what the kernel needs.
   """
+  if not _has_numba():
+    return None
+  kernel = importlib.import_module(f"jaxpruner.sparse._{name}_kernel")
+  if not kernel.SUPPORTED:
+    return None
+  capsule = jax.ffi.pycapsule(ctypes.c_void_p(kernel.handler.address))
+  jax.ffi.register_ffi_target(_target(name), capsule, platform="cpu")
+  return kernel
+
+
+@functools.cache
+def _has_numba() -> bool:
   try:
-    from jaxpruner.sparse import _sell_kernel
+    importlib.import_module("numba")
   except ImportError:
     warnings.warn(
       "numba is not installed: products with unstructured sparse weights "
       "decode them first and are slower than dense; "
       "pip install 'jaxpruner[sparse]'",
-      stacklevel=2,
+      stacklevel=4,
     )
-    return None
-  address = ctypes.c_void_p(_sell_kernel.handler.address)
-  capsule = jax.ffi.pycapsule(address)
-  jax.ffi.register_ffi_target(_TARGET, capsule, platform="cpu")
-  return _sell_kernel
+    return False
+  return True
 
 
-def matmul(x: jax.Array, w: Sell) -> jax.Array:
+def _target(name: str) -> str:
+  return f"jaxpruner_{name}"
+
+
+def matmul(x: jax.Array, w: SparseMatrix) -> jax.Array:
   """Return x @ w, accumulated in float32, in the dtype of a dense product."""
   dtype = jnp.result_type(x, w.dtype)
-  if dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+  kernel = None
+  if dtype in (jnp.float32, jnp.bfloat16, jnp.float16):
+    kernel = load(w.name)
+  if kernel is None:
     return x @ w.todense()
-  if load_kernel() is None:
-    return x @ w.todense()
-  if w.dtype not in (jnp.float32, jnp.bfloat16):
+  if w.dtype not in kernel.DTYPES:
     w = w.with_values(w.values.astype(jnp.float32))
   return _product(x.astype(jnp.float32), w).astype(dtype)
 
 
-def _dense_product(x: jax.Array, w: Sell) -> jax.Array:
+def _dense_product(x: jax.Array, w: SparseMatrix) -> jax.Array:
   return x @ w.todense().astype(jnp.float32)
 
 
-def _kernel_product(x: jax.Array, w: Sell) -> jax.Array:
-  kernel = load_kernel()
+def _kernel_product(x: jax.Array, w: SparseMatrix) -> jax.Array:
   batch = int(np.prod(x.shape[:-1]))
   # The second result is room for the packed batch, in XLA's own memory.
-  room = kernel.panel_size(batch, w.shape[0])
+  room = load(w.name).scratch_size(batch, w.shape[0])
   call = jax.ffi.ffi_call(
-    _TARGET,
+    _target(w.name),
     (
       jax.ShapeDtypeStruct((*x.shape[:-1], w.shape[1]), jnp.float32),
       jax.ShapeDtypeStruct((room,), jnp.float32),
     ),
   )
-  return call(x, w.values, w.indices, w.starts, w.counts, w.columns)[0]
+  return call(x, *jax.tree_util.tree_leaves(w))[0]
 
 
 @jax.custom_batching.custom_vmap
-def _call(x: jax.Array, w: Sell) -> jax.Array:
+def _call(x: jax.Array, w: SparseMatrix) -> jax.Array:
   # One program for all platforms: it exports to those without the kernel.
   return jax.lax.platform_dependent(
     x, w, cpu=_kernel_product, default=_dense_product
@@ -92,7 +105,7 @@ def _call_vmap(axis_size, in_batched, x, w):
 
 
 @jax.custom_vjp
-def _product(x: jax.Array, w: Sell) -> jax.Array:
+def _product(x: jax.Array, w: SparseMatrix) -> jax.Array:
   return _call(x, w)
 
 
