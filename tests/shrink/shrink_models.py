@@ -39,7 +39,7 @@ def masked(params, masks):
 
 def shrink_and_compare(fn, params, masks, *inputs, tolerance=1e-5):
   """Shrink, and require the masked model's outputs."""
-  small = shrinking.shrink(fn, params, masks, inputs)
+  small = shrinking.shrink(fn, params, *inputs, masks=masks)
   expected = jax.jit(fn)(masked(params, masks), *inputs)
   actual = jax.jit(small.fn)(small.params, *inputs)
   for a, b in zip(

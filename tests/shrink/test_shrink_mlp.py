@@ -223,7 +223,7 @@ def test_optimizer_state_and_masks_shrink_along():
   tx = optax.chain(optax.clip(1.0), optax.adam(1e-2))
   update = jax.jit(tx.update)
   _, state = update(params, jax.jit(tx.init)(params), params)
-  small = shrinking.shrink(models.mlp, params, masks, [X])
+  small = shrinking.shrink(models.mlp, params, X, masks=masks)
   small_state = small.shrink(state)
   mu = small_state[1][0].mu
   assert jax.tree.map(jnp.shape, mu) == jax.tree.map(jnp.shape, small.params)
@@ -241,7 +241,7 @@ def test_factored_moments_are_refused():
   params = {"w": jnp.ones((256, 256)), "v": jnp.zeros((256, 4))}
   fn = lambda p, x: (x @ p["w"]) @ p["v"]
   params["v"] = params["v"].at[:128].set(1)
-  small = shrinking.shrink(fn, params, None, [np.ones((1, 256), np.float32)])
+  small = shrinking.shrink(fn, params, np.ones((1, 256), np.float32))
   assert models.shapes(small) == {"w": (256, 128), "v": (128, 4)}
   state = optax.scale_by_factored_rms().init(params)
   with pytest.raises(ValueError, match="initialise this optimizer anew"):
@@ -252,7 +252,7 @@ def test_shrunk_shapes_are_saved_and_loaded(tmp_path):
   params = models.mlp_params(5, 6, 4)
   masks = models.nothing_masked(params)
   masks[0]["w"] = models.mask_axis(params[0]["w"], 1, [0, 4])
-  small = shrinking.shrink(models.mlp, params, masks, [X])
+  small = shrinking.shrink(models.mlp, params, X, masks=masks)
   files.save(tmp_path / "small.safetensors", small.params)
   loaded, _ = files.load(tmp_path / "small.safetensors", like=params)
   np.testing.assert_array_equal(
@@ -264,7 +264,7 @@ def test_gradients_flow_through_the_small_function():
   params = models.mlp_params(5, 6, 4)
   masks = models.nothing_masked(params)
   masks[1]["w"] = models.mask_axis(params[1]["w"], 0, [0, 4])
-  small = shrinking.shrink(models.mlp, params, masks, [X])
+  small = shrinking.shrink(models.mlp, params, X, masks=masks)
   ours = jax.grad(lambda p: jnp.sum(small.fn(p, X) ** 2))(small.params)
   theirs = jax.grad(lambda p: jnp.sum(models.mlp(p, X) ** 2))(
     models.masked(params, masks)

@@ -204,7 +204,7 @@ def test_flax_attention_loses_heads_and_width():
 
 def test_masked_and_shrunk_models_export_and_run():
   params, masks, x = attention()
-  small = shrinking.shrink(Attention().apply, params, masks, [x])
+  small = shrinking.shrink(Attention().apply, params, x, masks=masks)
   programs = {
     "masked": (Attention().apply, models.masked(params, masks)),
     "shrunk": (small.fn, small.params),

@@ -106,10 +106,10 @@ def _shape(shape: tuple[int, ...]) -> str:
 
 
 def shrink(
-  fn: Callable[..., Any],
+  apply_fn: Callable[..., Any],
   params: Any,
+  *example_inputs: Any,
   masks: Any = None,
-  example_inputs: Sequence[Any] = (),
 ) -> Shrunk:
   """Remove what the masks leave without effect, with all that is coupled to it.
 
@@ -121,12 +121,12 @@ def shrink(
   then added to the bias that follows, or else inside `fn`.
 
   Args:
-    fn: `fn(params, *inputs)`, the forward pass.
-    params: any pytree of arrays; whatever else `fn` needs that should shrink
-      along, such as batch statistics, belongs here too.
+    apply_fn: `apply_fn(params, *inputs)`, the forward pass.
+    params: any pytree of arrays; whatever else `apply_fn` needs that should
+      shrink along, such as batch statistics, belongs here too.
+    *example_inputs: inputs, or their shapes.
     masks: a tree like `params` of uint8 masks (1 = kept) or None; by default
       the zeros of `params`.
-    example_inputs: inputs, or their shapes.
 
   Returns:
     The smaller model; `print` it for what went and what had to stay, and why.
@@ -134,7 +134,7 @@ def shrink(
   Example:
     >>> w = {"up": np.eye(3, 4), "down": np.ones((4, 2))}
     >>> mlp = lambda p, x: jnp.tanh(x @ p["up"]) @ p["down"]
-    >>> small = shrink(mlp, w, example_inputs=[np.ones((1, 3))])
+    >>> small = shrink(mlp, w, np.ones((1, 3)))
     >>> print(small)
     down: 4x2 -> 3x2
     up: 3x4 -> 3x3
@@ -149,7 +149,7 @@ def shrink(
   shapes = treedef.unflatten(
     [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in values]
   )
-  program = _program.trace(fn, shapes, *example_inputs)
+  program = _program.trace(apply_fn, shapes, *example_inputs)
   variables = program.inputs[: len(values)]
   dims = Dims(program, len(values))
   choice = _Choice(program, dims, dict(zip(variables, values, strict=True)))
@@ -160,13 +160,13 @@ def shrink(
 
   small = [take(i, choice.values[v]) for i, v in enumerate(variables)]
   new_params = treedef.unflatten([jnp.asarray(x) for x in small])
-  new_fn = _resize.function(fn, resized, shapes)
+  new_fn = _resize.function(apply_fn, resized, shapes)
   names = [_tree.join(_tree.path_names(path)) for path, _ in paths]
   rows = list(zip(names, variables, small, strict=True))
   return Shrunk(
     params=new_params,
     fn=new_fn,
-    same_code=_same(fn, new_fn, new_params, example_inputs),
+    same_code=_same(apply_fn, new_fn, new_params, example_inputs),
     removed=[
       Removed(name, v.shape, x.shape)
       for name, v, x in rows
