@@ -116,6 +116,7 @@ BAD = {
   "leaf and branch": raw(
     {"a": entry(), "a/b": entry(offsets=(8, 16))}, EIGHT * 2
   ),
+  "names are a number": raw({"__metadata__": {"jaxpruner_names": "3"}}),
   "manifest is text": raw({"__metadata__": {"jaxpruner": "x"}}),
   "manifest is a list": raw({"__metadata__": {"jaxpruner": "[]"}}),
   "future version": raw({"__metadata__": {"jaxpruner": '{"version": 2}'}}),
@@ -147,7 +148,7 @@ def test_a_hostile_file_is_refused(tmp_path, name):
 def test_the_corpus_mutates_files_that_are_read(tmp_path):
   path = tmp_path / "good.safetensors"
   path.write_bytes(bitmask())
-  assert files.load(path)[0]["w"].tolist() == [[5, 0, 6]]
+  assert files.load(path)[0]["w.weight"].tolist() == [[5, 0, 6]]
   path.write_bytes(raw({"w": entry()}, EIGHT))
   assert files.load(path)[0]["w"].tolist() == [0, 0]
 

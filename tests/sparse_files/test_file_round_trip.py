@@ -103,6 +103,24 @@ def test_the_safetensors_package_reads_every_layout(tmp_path, layout):
     )
 
 
+def test_bitmask_parts_are_named_after_the_module(tmp_path):
+  path = tmp_path / "x.safetensors"
+  files.save(path, {"mlp.up.weight": np.eye(16)}, layout="sparse-bitmask")
+  stored = safetensors.numpy.load_file(path)
+  assert set(stored) == {
+    "mlp.up" + part for part in (".shape", ".compressed", ".bitmask",
+                                 ".row_offsets")
+  }  # fmt: skip
+  assert set(files.load(path)[0]) == {"mlp.up.weight"}
+  # The layout's first version, and a foreign file of the present one.
+  first = {k.replace("up", "up.weight"): v for k, v in stored.items()}
+  for tensors in (first, stored):
+    safetensors.numpy.save_file(tensors, path)
+    params, masks = files.load(path)
+    np.testing.assert_array_equal(params["mlp.up.weight"], np.eye(16))
+    np.testing.assert_array_equal(masks["mlp.up.weight"], np.eye(16))
+
+
 def test_files_of_the_safetensors_package_are_read(tmp_path):
   path = tmp_path / "x.safetensors"
   tensors = {

@@ -20,6 +20,7 @@ LAYOUTS = ("packed", "dense", "sparse-bitmask")
 VERSION = 1
 _KEY = "jaxpruner"
 _DIGEST = "jaxpruner_sha256"
+_NAMES = "jaxpruner_names"
 _BITMASK_PARTS = (".shape", ".compressed", ".bitmask", ".row_offsets")
 _CHUNK = 1 << 17  # elements decoded at once: mask and indices stay in cache
 
@@ -35,6 +36,7 @@ class Tensor(NamedTuple):
   masked: bool = False  # a mask was saved, not only zeros
   stored_bytes: int = 0
   sha256: str = ""
+  prefix: str = ""  # what the parts of a sparse-bitmask are named after
 
   @property
   def size(self) -> int:
@@ -124,16 +126,30 @@ class SparseFile:
     if {_KEY, _DIGEST} & self.reader.metadata.keys():
       return self._describe_packed()
     entries, tensors, bitmask = self.reader.entries, {}, set()
-    for name in entries:
-      prefix = name.removesuffix(".compressed")
+    metadata = dict(self.reader.metadata)
+    exact = st.parse_json(metadata.pop(_NAMES, "[]"), f"{self.path}: metadata")
+    if not isinstance(exact, list):
+      raise st.FileFormatError(f"{self.path}: {_NAMES} must be a list of names")
+    for stored in entries:
+      prefix = stored.removesuffix(".compressed")
       parts = [prefix + p for p in _BITMASK_PARTS]
-      if prefix != name and all(p in entries for p in parts):
-        bitmask.update(parts)
-        tensors[prefix] = Tensor(
-          prefix, tuple(prefix.split("/")), entries[name].dtype,
-          self._bitmask_shape(prefix), "sparse-bitmask", True,
-          self._stored(*parts),
-        )  # fmt: skip
+      if prefix == stored or not all(p in entries for p in parts):
+        continue
+      bitmask.update(parts)
+      # The layout names parts after the module of a weight; its first version
+      # named them after the weight, and so do we where it is no `.weight`.
+      whole = prefix.endswith(".weight") or prefix in exact
+      name = prefix if whole else prefix + ".weight"
+      tensors[name] = Tensor(
+        name,
+        tuple(name.split("/")),
+        entries[stored].dtype,
+        self._bitmask_shape(prefix),
+        "sparse-bitmask",
+        masked=True,
+        stored_bytes=self._stored(*parts),
+        prefix=prefix,
+      )
     for name, e in entries.items():
       if name in bitmask:
         continue
@@ -146,7 +162,7 @@ class SparseFile:
         stored_bytes=self._stored(name),
       )  # fmt: skip
     layout = "sparse-bitmask" if bitmask else "dense"
-    return layout, tensors, dict(self.reader.metadata)
+    return layout, tensors, metadata
 
   def _bitmask_shape(self, name: str) -> tuple[int, ...]:
     entries = self.reader.entries
@@ -276,7 +292,7 @@ def _packed_parts(tensor: Tensor) -> tuple[str, ...]:
 
 def _parts(tensor: Tensor) -> tuple[str, ...]:
   if tensor.encoding == "sparse-bitmask":
-    return tuple(tensor.name + p for p in _BITMASK_PARTS)
+    return tuple(tensor.prefix + p for p in _BITMASK_PARTS)
   return _packed_parts(tensor)
 
 
@@ -298,7 +314,8 @@ def _encode(
     rows = kept.reshape(array.shape)
     counts = rows.sum(-1, dtype=np.int64)
     starts = np.cumsum(counts).reshape(counts.shape) - counts
-    return tensor._replace(encoding="sparse-bitmask"), [
+    prefix = tensor.name.removesuffix(".weight")
+    return tensor._replace(encoding="sparse-bitmask", prefix=prefix), [
       np.array(array.shape, np.int64),
       array.reshape(-1)[kept],
       np.packbits(rows, axis=-1, bitorder="little"),
@@ -357,10 +374,13 @@ def write(
     metadata = {
       k: v if isinstance(v, str) else json.dumps(v)
       for k, v in metadata.items()
-      if k not in (_KEY, _DIGEST)
+      if k not in (_KEY, _DIGEST, _NAMES)
     }
   # Wide elements first: every tensor then starts aligned to its own width.
   ordered = sorted(tensors, key=lambda t: -t.dtype.itemsize)
+  exact = [t.name for t in ordered if not t.name.endswith(".weight")]
+  if layout == "sparse-bitmask" and exact:
+    metadata[_NAMES] = json.dumps(exact)
   largest: dict[str, tuple[np.dtype, tuple[int, ...]]] = {}
   for t in ordered:
     st.check_name(t.name, str(path))

@@ -17,7 +17,7 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-import ml_dtypes
+import jax.numpy as jnp
 import numpy as np
 
 MAX_HEADER = 100_000_000  # the limit of the reference implementation
@@ -27,12 +27,12 @@ DTYPES = {
   "BOOL": np.dtype(np.bool_),
   "U8": np.dtype(np.uint8),
   "I8": np.dtype(np.int8),
-  "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
-  "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+  "F8_E4M3": np.dtype(jnp.float8_e4m3fn),
+  "F8_E5M2": np.dtype(jnp.float8_e5m2),
   "U16": np.dtype(np.uint16),
   "I16": np.dtype(np.int16),
   "F16": np.dtype(np.float16),
-  "BF16": np.dtype(ml_dtypes.bfloat16),
+  "BF16": np.dtype(jnp.bfloat16),
   "U32": np.dtype(np.uint32),
   "I32": np.dtype(np.int32),
   "F32": np.dtype(np.float32),
