@@ -75,8 +75,17 @@ def apply_mask(param: Array, mask: Any, is_packed: bool = False) -> Array:
   param = jnp.asarray(param)
   check_fit(mask, param.shape, is_packed)
   if is_packed:
-    mask = mask_calculator.unpack_mask(mask, param.shape)
+    mask = unpack_mask(mask, param)
   return jnp.where(mask, param, jnp.zeros((), param.dtype))
+
+
+def unpack_mask(mask: Array, param: Array) -> Array:
+  """Return the uint8 mask that packed bits stand for, laid out like `param`."""
+  return _tree.with_auto_axes(
+    lambda mask: mask_calculator.unpack_mask(mask, param.shape),
+    mask,
+    like=param,
+  )
 
 
 def check_fit(

@@ -153,6 +153,29 @@ def shard_like(x: jax.Array, param: jax.Array) -> jax.Array:
   return jnp.where(param == param, x, x)
 
 
+def with_auto_axes(
+  fn: Callable[..., jax.Array], *args: Any, like: jax.Array | None = None
+) -> jax.Array:
+  """Return `fn(*args)`, which may reshape and slice sharded arrays freely.
+
+  Explicit mesh axes refuse that. The result lies like `like`; without it,
+  whole on every device.
+  """
+  for x in (like, *args):
+    sharding = None if x is None else jax.typeof(x).sharding
+    if sharding and any(axis is not None for axis in sharding.spec):
+      break
+  else:
+    return fn(*args)
+  out = jax.sharding.NamedSharding(
+    sharding.mesh,
+    jax.sharding.PartitionSpec()
+    if like is None
+    else jax.typeof(like).sharding.spec,
+  )
+  return jax.sharding.auto_axes(fn, out_sharding=out)(*args)
+
+
 def pin_moments(
   state: PyTree, fresh: PyTree, params: PyTree, keep: list[Any]
 ) -> PyTree:

@@ -37,6 +37,7 @@ from jaxpruner._state import (
   params_key,
   refuse_nan,
   seed_data,
+  unpack_mask,
 )
 
 UNSET = functools.partial(sparsity_distributions.uniform, sparsity=0.0)
@@ -198,7 +199,7 @@ class BaseUpdater:
       if mask is None:
         return update
       dtype = jnp.promote_types(param.dtype, update.dtype)
-      kept = self._unpack(mask, param.shape)
+      kept = self._unpack(mask, param)
       return jnp.where(kept, update.astype(dtype), -param.astype(dtype))
 
     updates = jax.tree.structure(params).unflatten(
@@ -282,7 +283,7 @@ class BaseUpdater:
         # Every step, in the pass that writes the moments anyway: a conditional
         # reset on growth would copy the whole optimizer state instead.
         keep = [
-          None if mask is None else self._unpack(mask, p.shape)
+          None if mask is None else self._unpack(mask, p)
           for p, mask in zip(
             jax.tree.leaves(params),
             _tree.align(params, state.masks),
@@ -550,12 +551,12 @@ class BaseUpdater:
   def _pack(self, masks: Masks) -> Masks:
     if not self.use_packed_masks:
       return masks
-    return jax.tree.map(mask_calculator.pack_mask, masks)
+    return jax.tree.map(
+      lambda mask: _tree.with_auto_axes(mask_calculator.pack_mask, mask), masks
+    )
 
-  def _unpack(self, mask: Array, shape: tuple[int, ...]) -> Array:
-    if not self.use_packed_masks:
-      return mask
-    return mask_calculator.unpack_mask(mask, shape)
+  def _unpack(self, mask: Array, param: Array) -> Array:
+    return unpack_mask(mask, param) if self.use_packed_masks else mask
 
   def _update_if(self, due, state, params, grads) -> SparseState:
     """Update the state when due; the conditional carries only what changes."""

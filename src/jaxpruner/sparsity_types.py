@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from jaxpruner import _lazy, mask_calculator
+from jaxpruner import _lazy, _tree, mask_calculator
 
 Array: TypeAlias = jax.Array
 Shape: TypeAlias = tuple[int, ...]
@@ -312,8 +312,14 @@ def select(
   )
   for i, kind in enumerate(types):
     if isinstance(kind, NByM):
-      chosen[i] = mask_calculator.n_by_m_mask(
-        _lazy.value(units[i]), ones[i], kind.m, kind.axis
+      scores = _lazy.value(units[i])
+      chosen[i] = _tree.with_auto_axes(
+        lambda scores, n, kind=kind: mask_calculator.n_by_m_mask(
+          scores, n, kind.m, kind.axis
+        ),
+        scores,
+        ones[i],
+        like=scores,
       )
   return [chosen[i] for i in range(len(types))]
 
@@ -322,7 +328,18 @@ def pool(kind: SparsityType, scores: Any) -> Any:
   """Return the scores of units; those of single weights stay lazy."""
   if type(kind).pool is SparsityType.pool:
     return scores
-  return kind.pool(_lazy.value(scores))
+  return _tree.with_auto_axes(kind.pool, _lazy.value(scores))
+
+
+def expand(kind: SparsityType, units: Array, like: Any) -> Array:
+  """Return the mask of a leaf, laid out like it."""
+  if type(kind).expand is SparsityType.expand:
+    return units
+  return _tree.with_auto_axes(
+    lambda units: kind.expand(units, like.shape),
+    units,
+    like=_lazy.value(like),
+  )
 
 
 def create_masks(
@@ -341,7 +358,7 @@ def create_masks(
     [types[i].ones(scores[i].shape, sparsities[i]) for i in rest],
   )
   masks: dict[int, Array] = {
-    i: types[i].expand(unit, scores[i].shape)
+    i: expand(types[i], unit, scores[i])
     for i, unit in zip(rest, units, strict=True)
   }
   for i in own:

@@ -134,7 +134,6 @@ class SET(StaticRandomSparse):
     for scores in (drop, grow):
       entries = _tree.align(params, scores, "scores")
       base_updater.refuse_nan([(leaves[i][0], entries[i]) for i in picked])
-    shapes = [leaves[i][1].shape for i in picked]
     kinds = self._types([leaves[i] for i in picked], among=leaves)
     for kind, i in zip(kinds, picked, strict=True):
       if not isinstance(kind, sparsity_types.SparsityType):
@@ -149,8 +148,8 @@ class SET(StaticRandomSparse):
     drop_entries = _tree.align(params, drop, "scores")
     grow_entries = _tree.align(params, grow, "scores")
     active, counts, drop_units, grow_units = [], [], [], []
-    for kind, i, shape in zip(kinds, picked, shapes, strict=True):
-      mask = self._unpack(masks[i], shape)
+    for kind, i in zip(kinds, picked, strict=True):
+      mask = self._unpack(masks[i], leaves[i][1])
       # The mask of a block is constant on it: its mean is the block's own bit.
       active.append(sparsity_types.pool(kind, mask) > 0)
       counts.append(jnp.sum(active[-1], dtype=jnp.int32))
@@ -179,10 +178,8 @@ class SET(StaticRandomSparse):
       ],
     )
     new: list[Any] = [None] * len(leaves)
-    for kind, i, shape, units in zip(
-      kinds, picked, shapes, chosen, strict=True
-    ):
-      new[i] = kind.expand(units, shape)
+    for kind, i, units in zip(kinds, picked, chosen, strict=True):
+      new[i] = sparsity_types.expand(kind, units, leaves[i][1])
     return self.replace_masks(
       sparse_state, params, treedef.unflatten(new), drop, grow
     )

@@ -59,7 +59,7 @@ class StePruning(base_updater.BaseUpdater):
     def mask_leaf(_, param, mask):
       if mask is None:
         return param
-      return _straight_through(param, self._unpack(mask, param.shape))
+      return _straight_through(param, self._unpack(mask, param))
 
     return _tree.map_masks(mask_leaf, params, masks)
 
