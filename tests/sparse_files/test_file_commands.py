@@ -1,12 +1,15 @@
 """The commands end to end, on files of any layout."""
 
 import importlib.util
+import json
 import pathlib
+import sys
 import tracemalloc
 
 import hypothesis
 import hypothesis.extra.numpy as hnp
 import hypothesis.strategies as hst
+import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
@@ -61,8 +64,14 @@ def test_prune_keeps_the_largest(tmp_path, capsys, layout, algorithm):
         np.testing.assert_array_equal(masks[name], mask)
   for name in tensors.keys() - set(WEIGHTS):
     np.testing.assert_array_equal(params[name], tensors[name])
-  if layout == "dense":
-    assert files.read_metadata(new) == {"format": "pt"}
+  metadata = files.read_metadata(new)
+  assert metadata["format"] == "pt"
+  settings = metadata["prune"]
+  settings = json.loads(settings) if isinstance(settings, str) else settings
+  assert settings == {
+    "algorithm": algorithm, "distribution": "uniform", "sparsity": 0.75,
+    "sparsity_type": "unstructured",
+  }  # fmt: skip
 
 
 @pytest.mark.quick
@@ -76,6 +85,29 @@ def test_prune_to_two_of_four_follows_the_contraction(tmp_path, capsys):
   run("prune", old, "--type", "2:4", "--axis", 0, "-o", new)
   run("inspect", new)
   assert capsys.readouterr().out.count("exactly 2:4 along axis 0") == 2
+
+
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16, np.float64])
+def test_other_dtypes_keep_their_bits(tmp_path, dtype):
+  old, new = tmp_path / "old.safetensors", tmp_path / "new.safetensors"
+  w = np.random.default_rng(0).standard_normal((8, 16)).astype(dtype)
+  files.save(old, {"w": w}, layout="dense")
+  run("prune", old, "--sparsity", 0.5, "--layout", "packed", "-o", new)
+  params, masks = files.load(new)
+  assert params["w"].dtype == dtype and masks["w"].sum() == 64
+  assert (params["w"][masks["w"] == 1] == w[masks["w"] == 1]).all()
+
+
+@pytest.mark.parametrize("rich", [True, False])
+def test_progress_is_shown_on_a_terminal(tmp_path, monkeypatch, capsys, rich):
+  old, new = tmp_path / "old.safetensors", tmp_path / "new.safetensors"
+  checkpoint(old)
+  monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+  if not rich:
+    monkeypatch.setitem(sys.modules, "rich", None)
+  run("pack", old, "-o", new)
+  shown = capsys.readouterr().err
+  assert "writing packed" in shown and "100" in shown
 
 
 def test_prune_by_blocks(tmp_path, capsys):
@@ -153,7 +185,7 @@ def test_pack_and_unpack_return_the_same_tensors(tmp_path, capsys):
   assert before.keys() == after.keys()
   for name, array in before.items():
     np.testing.assert_array_equal(array, after[name])
-  assert files.read_metadata(dense) == {"format": "pt"}
+  assert files.read_metadata(dense)["format"] == "pt"
   run("pack", pruned, "--layout", "sparse-bitmask", "-o", packed)
   assert "layer.0.bitmask" in safetensors.numpy.load_file(packed)
   assert capsys.readouterr().out.count("->") == 4

@@ -102,6 +102,12 @@ class Plan:
     self.sparsities: dict[str, float] = distribution(
       shapes, sparsity=sparsity, filter_fn=lambda names, leaf: True
     )
+    self.settings = {
+      "algorithm": args.algorithm,
+      "distribution": args.distribution,
+      "sparsity": sparsity,
+      "sparsity_type": args.type,
+    }
     self._threshold = None
     if args.algorithm == "global_magnitude":
       if args.type != "unstructured" or args.distribution != "uniform":
@@ -170,7 +176,7 @@ def run(args: argparse.Namespace) -> int:
         file.tensors.values(),
         read,
         layout=args.layout or file.layout,
-        metadata=file.metadata,
+        metadata=file.metadata | {"prune": plan.settings},
         progress=lambda tensors: track(tensors, "pruning"),
       )
   except (FileFormatError, ValueError, OSError) as e:
