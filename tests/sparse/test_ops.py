@@ -61,8 +61,10 @@ def test_the_kernel_handles_every_edge(shape):
   dense = weight(shape, 0.1)
   packed = sparse.pack(dense)
   for batch in (1, 7, 40):
-    x = normal(batch, shape[0])
-    close(sparse.matmul(x, packed), x @ dense)
+    x, g = normal(batch, shape[0]), normal(batch, shape[1])
+    y, pullback = jax.vjp(lambda x: sparse.matmul(x, packed), x)
+    close(y, x @ dense)
+    close(pullback(g)[0], g @ dense.T)
 
 
 @pytest.mark.parametrize("density", [0.0, 1.0])

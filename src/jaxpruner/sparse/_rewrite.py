@@ -256,8 +256,16 @@ def _conv(eqn: Any, lhs: Any, rhs: Any) -> list[Any] | None:
 def _scan(eqn: Any, args: list[Any]) -> list[Any] | None:
   """Enter a scan: sparse constants are shared, stacked weights are sliced."""
   params = eqn.params
-  consts = params["num_consts"]
-  first = consts + params["num_carry"]
+  inner = params["jaxpr"].jaxpr
+
+  def stacked(outside, inside):
+    pairs = zip(outside, inside, strict=True)
+    return [len(o.aval.shape) > len(i.aval.shape) for o, i in pairs]
+
+  # Counted by rank: the names of scan's parameters differ between releases.
+  first = len(args) - sum(stacked(eqn.invars, inner.invars))
+  carried = stacked(eqn.outvars, inner.outvars).count(False)
+  consts = first - carried
   shared, carry, xs = args[:consts], args[consts:first], args[first:]
 
   def followed(x):

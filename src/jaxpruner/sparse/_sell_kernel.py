@@ -9,7 +9,36 @@ panel.
 import llvmlite.binding as llvm
 from numba import cfunc, types
 
-from jaxpruner.sparse import _pool, _simd
+from jaxpruner.sparse import _panels, _pool, _simd
+from jaxpruner.sparse._panels import (
+  BATCH,
+  BLOCK,
+  BW,
+  COLS,
+  COLUMNS,
+  COUNTS,
+  GROUPS,
+  IN_PART,
+  IN_PARTS,
+  INDICES,
+  LARGE,
+  LARGE_BW,
+  MEDIUM,
+  MEDIUM_BW,
+  OUT_PART,
+  PACKS,
+  PANEL,
+  PANELS,
+  ROWS,
+  SIZE,
+  SMALL,
+  STARTS,
+  STEP,
+  TILES,
+  VALUES,
+  X,
+  Y,
+)  # fmt: skip
 from jaxpruner.sparse._pool import field, set_field
 from jaxpruner.sparse._simd import (
   prefetch,
@@ -24,140 +53,25 @@ from jaxpruner.sparse.format_sell import LANES, TILE
 jit = _pool.jit
 SUPPORTED = True
 DTYPES = ("float32", "bfloat16")
-WIDTH = _simd.WIDTH
 # Slots between a prefetch and its use.
 AHEAD = 96
-# Work (slots × vectors of batch) below which a second thread costs more than
-# it brings.
-GRAIN = 60_000
 # Panels, and blocks of columns, worked on together: a panel serves all the
 # blocks from the first cache level, a tile's weights all the panels from the
 # second.
 MAX_PANELS, MAX_BLOCKS = 4, 4
 
-# Batch rows per panel, small to large; registers decide how many lanes.
-if WIDTH == 16:
-  SMALL, MEDIUM, LARGE = (1, 8, 8), (1, 16, 8), (2, 16, 8)
-elif WIDTH == 8:
-  SMALL, MEDIUM, LARGE = (1, 8, 8), (2, 8, 4), (2, 8, 4)
-else:
-  SMALL, MEDIUM, LARGE = (2, 4, 4), (2, 4, 4), (2, 4, 4)
-SMALL_BW, MEDIUM_BW, LARGE_BW = (v * w for v, w, _ in (SMALL, MEDIUM, LARGE))
 SMALL_LANES, MEDIUM_LANES, LARGE_LANES = SMALL[2], MEDIUM[2], LARGE[2]
-
 _small, _small_half = (_simd.axpy(*SMALL, bf16) for bf16 in (False, True))
 _medium, _medium_half = (_simd.axpy(*MEDIUM, bf16) for bf16 in (False, True))
 _large, _large_half = (_simd.axpy(*LARGE, bf16) for bf16 in (False, True))
 _dot, _dot_half = (_simd.dot(bf16, AHEAD) for bf16 in (False, True))
-NARROW = min(8, WIDTH)
-_transpose, _transpose_narrow = _simd.transpose(WIDTH), _simd.transpose(NARROW)
-
-(
-  PACKED,
-  PACKS,
-  X,
-  PANEL,
-  VALUES,
-  INDICES,
-  STARTS,
-  COUNTS,
-  COLUMNS,
-  Y,
-  BATCH,
-  ROWS,
-  COLS,
-  TILES,
-  GROUPS,
-  BLOCK,
-  BW,
-  SIZE,
-  STEP,
-  PANELS,
-  FIELDS,
-) = range(_pool.FIRST_FREE, _pool.FIRST_FREE + 21)
 
 
-def batch_width(batch: int) -> int:
-  """Return how many batch rows a panel holds."""
-  if batch <= SMALL_BW:
-    return 1 if batch == 1 else SMALL_BW
-  return MEDIUM_BW if batch <= MEDIUM_BW else LARGE_BW
-
-
-def scratch_size(batch: int, rows: int) -> int:
+def scratch_size(batch: int, rows: int, cols: int) -> int:
   """Return how many floats the packed batch takes."""
-  bw = batch_width(batch)
+  del cols
+  bw = _panels.batch_width(batch)
   return 1 if bw == 1 else -(-batch // bw) * -(-rows // TILE) * TILE * bw
-
-
-@jit
-def _square(wide, source, source_row, sources, target, target_row, targets):
-  if wide:
-    _transpose(source, source_row, sources, target, target_row, targets)
-  else:
-    _transpose_narrow(source, source_row, sources, target, target_row, targets)
-
-
-@jit
-def _pack_panel(job, index, target):
-  """Transpose `bw` batch rows of one tile of x; past the end, repeat."""
-  bw, rows, tiles = field(job, BW), field(job, ROWS), field(job, TILES)
-  tile = index % tiles
-  length = min(TILE, rows - tile * TILE)
-  wide = bw >= WIDTH
-  width = WIDTH if wide else NARROW
-  for strip in range(0, bw, width):
-    last = field(job, BATCH) - 1
-    row = min(index // tiles * bw + strip, last)
-    sources = min(width, last + 1 - row)
-    source = field(job, X) + 4 * (row * rows + tile * TILE)
-    if length < width:
-      for i in range(width):
-        for k in range(length):
-          value = read_f32(source + 4 * (min(i, sources - 1) * rows + k))
-          write_f32(target + 4 * (k * bw + strip + i), value)
-    else:
-      for start in range(0, length, width):
-        k = min(start, length - width)
-        _square(
-          wide,
-          source + 4 * k,
-          4 * rows,
-          sources,
-          target + 4 * (k * bw + strip),
-          4 * bw,
-          width,
-        )
-
-
-@jit
-def _unpack_block(job, scratch, panel, group):
-  """Transpose one block of sums into the result."""
-  bw, cols, block = field(job, BW), field(job, COLS), field(job, BLOCK)
-  length = min(block, cols - group * block)
-  wide = bw >= WIDTH
-  width = WIDTH if wide else NARROW
-  for strip in range(0, bw, width):
-    row = panel * bw + strip
-    targets = min(width, field(job, BATCH) - row)
-    target = field(job, Y) + 4 * (row * cols + group * block)
-    if length < width:
-      for i in range(targets):
-        for n in range(length):
-          value = read_f32(scratch + 4 * (n * bw + strip + i))
-          write_f32(target + 4 * (i * cols + n), value)
-    elif targets > 0:
-      for start in range(0, length, width):
-        n = min(start, length - width)
-        _square(
-          wide,
-          scratch + 4 * (n * bw + strip),
-          4 * bw,
-          width,
-          target + 4 * n,
-          4 * cols,
-          targets,
-        )
 
 
 @jit
@@ -278,7 +192,7 @@ def _blocks(job, panels, first, last, begin, end, scratch):
   for p in range(first, last):
     for group in range(begin, end):
       at = (p - first) * (end - begin) + group - begin
-      _unpack_block(job, scratch + 4 * at * block * bw, p, group)
+      _panels.unpack(job, scratch + 4 * at * block * bw, p, group)
 
 
 @jit
@@ -296,7 +210,7 @@ def _compute(job, index, scratch):
     last = min(panels, first + per_task)
     private = scratch + 4 * per_task * step * field(job, BLOCK) * bw
     for i in range(first * tiles, last * tiles):
-      _pack_panel(job, i, private + (i - first * tiles) * stride)
+      _panels.pack(job, i, private + (i - first * tiles) * stride)
     for begin in range(0, groups, step):
       end = min(groups, begin + step)
       _blocks(job, private, first, last, begin, end, scratch)
@@ -314,18 +228,12 @@ def _compute(job, index, scratch):
 def _work(job):
   """Take tasks until there are none."""
   packs, tasks = field(job, PACKS), field(job, _pool.TASKS)
-  stride = 4 * TILE * field(job, BW)
-  index = _pool.atomic_add(job + 8 * _pool.NEXT, 1)
-  while index < packs:
-    _pack_panel(job, index, field(job, PANEL) + index * stride)
-    _pool.atomic_add(job + 8 * PACKED, 1)
-    index = _pool.atomic_add(job + 8 * _pool.NEXT, 1)
+  index = _panels.pack_all(job)
   if index >= tasks:
     return
-  # Whoever holds an unfinished panel is running, so this ends.
-  _pool.wait_for(job + 8 * PACKED, packs)
-  sums = 4 * field(job, BLOCK) * field(job, BW) * field(job, STEP)
-  size = field(job, PANELS) * (sums + stride * field(job, TILES))
+  bw = field(job, BW)
+  sums = 4 * field(job, BLOCK) * bw * field(job, STEP)
+  size = field(job, PANELS) * (sums + 4 * TILE * bw * field(job, TILES))
   memory = _pool.malloc(size + 4 * (LANES + TILE) + 64)
   scratch = (memory + 63) // 64 * 64
   while index < tasks:
@@ -348,24 +256,16 @@ _task_address = _pool.symbol(TASK_SYMBOL)
 
 @jit
 def _multiply(frame):
-  """Read the operands, cut the work into tasks, and share it."""
-  x, values = _pool.argument(frame, 0), _pool.argument(frame, 1)
-  columns, y = _pool.argument(frame, 5), _pool.result(frame, 0)
-  groups, tiles, block = (
-    _pool.dim(columns, 0),
-    _pool.dim(columns, 1),
-    _pool.dim(columns, 2),
-  )
-  rows, cols = _pool.dim(x, -1), _pool.dim(y, -1)
-  batch = _pool.size(x) // max(rows, 1)
-  if batch == 0 or rows == 0 or cols == 0:
+  """Cut the work into tasks and share it."""
+  if _pool.size(_pool.result(frame, 0)) == 0:
     return
-  bw = batch_width_jit(batch)
+  x = _pool.argument(frame, 0)
+  batch = _pool.size(x) // _pool.dim(x, -1)
+  bw = _panels.batch_width_jit(batch)
+  job = _panels.new_job(frame, bw)
+  groups, tiles = field(job, GROUPS), field(job, TILES)
+  threads = _panels.num_threads(frame, batch)
   panels = (batch + bw - 1) // bw
-  slots = _pool.dim(values, 0)
-  threads = max(1, slots * LANES * ((batch + 15) // 16) // GRAIN)
-  if threads > 1:
-    threads = min(threads, _pool.num_threads(frame))
   per_task = min(panels, MAX_PANELS)
   chunks = (panels + per_task - 1) // per_task
   step = MAX_BLOCKS
@@ -379,37 +279,15 @@ def _multiply(frame):
       step //= 2
     packs = 0 if bw == 1 else panels * tiles
     tasks = (groups + step - 1) // step * chunks
-  job = _pool.malloc(8 * (FIELDS + 1))
-  set_field(job, _pool.NEXT, 0)
-  set_field(job, _pool.DONE, 0)
-  set_field(job, _pool.TASKS, packs + tasks)
-  set_field(job, PACKED, 0)
   set_field(job, PACKS, packs)
-  set_field(job, X, _pool.data(x))
-  set_field(job, PANEL, _pool.data(_pool.result(frame, 1)))
-  set_field(job, VALUES, _pool.data(values))
-  set_field(job, INDICES, _pool.data(_pool.argument(frame, 2)))
-  set_field(job, STARTS, _pool.data(_pool.argument(frame, 3)))
-  set_field(job, COUNTS, _pool.data(_pool.argument(frame, 4)))
-  set_field(job, COLUMNS, _pool.data(columns))
-  set_field(job, Y, _pool.data(y))
-  set_field(job, BATCH, batch)
-  set_field(job, ROWS, rows)
-  set_field(job, COLS, cols)
-  set_field(job, TILES, tiles)
-  set_field(job, GROUPS, groups)
-  set_field(job, BLOCK, block)
-  set_field(job, BW, bw)
-  set_field(job, SIZE, _pool.item_size(values))
   set_field(job, STEP, step)
   set_field(job, PANELS, per_task)
-  _pool.schedule(frame, threads, _task_address(), job)
+  set_field(job, IN_PART, TILE)
+  set_field(job, IN_PARTS, tiles)
+  set_field(job, OUT_PART, field(job, BLOCK))
+  _panels.share(frame, job, threads, tasks, _task_address())
   _work(job)
-  _pool.wait_for(job + 8 * _pool.DONE, tasks)
-  _pool.release(job)
-
-
-batch_width_jit = jit(batch_width)
+  _panels.finish(job)
 
 
 @cfunc(types.int64(types.int64), cache=True)

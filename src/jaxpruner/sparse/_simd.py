@@ -192,6 +192,40 @@ def axpy(vectors: int, width: int, lanes: int, bf16: bool) -> Any:
   return f
 
 
+def spread(vectors: int, width: int, bf16: bool) -> Any:
+  """Make the transposed product of one column.
+
+  `f(row, values, indices, count, sums)`: add value * row to the row of sums
+  that each index names; rows are `vectors` vectors of `width`.
+  """
+  size = 2 if bf16 else 4
+  kind = _vector(F32, width)
+
+  @intrinsic
+  def f(_, row, values, indices, count, sums):
+    def emit(context, b, signature, args):
+      row, values, indices, count, sums = args
+      parts = [
+        _load(b, b.add(row, I64(4 * width * v)), kind, 4)
+        for v in range(vectors)
+      ]
+      with cgutils.for_range(b, count) as loop:
+        slot = b.mul(loop.index, I64(LANES))
+        address = b.add(values, b.mul(slot, I64(size)))
+        weight = _lane(b, _weights(b, address, 1, bf16), 0, width)
+        index = b.zext(_load(b, b.add(indices, slot), I8), I64)
+        target = b.add(sums, b.mul(index, I64(4 * width * vectors)))
+        for v, part in enumerate(parts):
+          place = b.add(target, I64(4 * width * v))
+          total = _load(b, place, kind, 4)
+          _store(b, _fma(b, weight, part, total), place)
+      return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 5), emit
+
+  return f
+
+
 def _lookup(b: Any, table: list, packed: Any) -> Any:
   """Pick from 256 floats held in registers, by one-byte indices.
 

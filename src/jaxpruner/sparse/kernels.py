@@ -4,6 +4,7 @@ import ctypes
 import functools
 import importlib
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,6 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpruner.sparse.formats import SparseMatrix
+
+# Modules `_<name>_kernel`; `_back` is the product with the transpose.
+KERNELS = ("sell", "sell_back", "bitmask")
 
 
 @functools.cache
@@ -62,55 +66,71 @@ def matmul(x: jax.Array, w: SparseMatrix) -> jax.Array:
   return _product(x.astype(jnp.float32), w).astype(dtype)
 
 
-def _dense_product(x: jax.Array, w: SparseMatrix) -> jax.Array:
-  return x @ w.todense().astype(jnp.float32)
+def _dense_product(x: jax.Array, w: SparseMatrix, back: bool) -> jax.Array:
+  dense = w.todense().astype(jnp.float32)
+  return x @ (dense.T if back else dense)
 
 
-def _kernel_product(x: jax.Array, w: SparseMatrix) -> jax.Array:
+def _kernel_product(
+  x: jax.Array, w: SparseMatrix, kernel: str, back: bool
+) -> jax.Array:
   batch = int(np.prod(x.shape[:-1]))
   # The second result is room for the packed batch, in XLA's own memory.
-  room = load(w.name).scratch_size(batch, w.shape[0])
+  room = load(kernel).scratch_size(batch, *w.shape)
   call = jax.ffi.ffi_call(
-    _target(w.name),
+    _target(kernel),
     (
-      jax.ShapeDtypeStruct((*x.shape[:-1], w.shape[1]), jnp.float32),
+      jax.ShapeDtypeStruct((*x.shape[:-1], w.shape[not back]), jnp.float32),
       jax.ShapeDtypeStruct((room,), jnp.float32),
     ),
   )
   return call(x, *jax.tree_util.tree_leaves(w))[0]
 
 
-@jax.custom_batching.custom_vmap
-def _call(x: jax.Array, w: SparseMatrix) -> jax.Array:
-  # One program for all platforms: it exports to those without the kernel.
-  return jax.lax.platform_dependent(
-    x, w, cpu=_kernel_product, default=_dense_product
-  )
+def _batched(back: bool) -> Callable[[jax.Array, SparseMatrix], jax.Array]:
+  """Make x @ w, or x @ w.T, with a rule for vmap."""
+
+  @jax.custom_batching.custom_vmap
+  def call(x, w):
+    kernel = f"{w.name}_back" if back else w.name
+    if kernel not in KERNELS or load(kernel) is None:
+      return _dense_product(x, w, back)
+    # One program for all platforms: it exports to those without the kernel.
+    return jax.lax.platform_dependent(
+      x,
+      w,
+      cpu=functools.partial(_kernel_product, kernel=kernel, back=back),
+      default=functools.partial(_dense_product, back=back),
+    )
+
+  @call.def_vmap
+  def rule(axis_size, in_batched, x, w):
+    x_batched, w_batched = in_batched
+    if not any(jax.tree_util.tree_leaves(w_batched)):
+      return call(x, w), True
+
+    def pick(leaf, batched, i):
+      return leaf[i] if batched else leaf
+
+    def one(i):
+      weight = jax.tree_util.tree_map(lambda a, b: pick(a, b, i), w, w_batched)
+      return call(pick(x, x_batched, i), weight)
+
+    return jax.lax.map(one, jnp.arange(axis_size)), True
+
+  return call
 
 
-@_call.def_vmap
-def _call_vmap(axis_size, in_batched, x, w):
-  x_batched, w_batched = in_batched
-  if not any(jax.tree_util.tree_leaves(w_batched)):
-    return _call(x, w), True
-
-  def pick(leaf, batched, i):
-    return leaf[i] if batched else leaf
-
-  def one(i):
-    weight = jax.tree_util.tree_map(lambda a, b: pick(a, b, i), w, w_batched)
-    return _call(pick(x, x_batched, i), weight)
-
-  return jax.lax.map(one, jnp.arange(axis_size)), True
+_forward_call, _back_call = _batched(back=False), _batched(back=True)
 
 
 @jax.custom_vjp
 def _product(x: jax.Array, w: SparseMatrix) -> jax.Array:
-  return _call(x, w)
+  return _forward_call(x, w)
 
 
 def _forward(x, w):
-  return _call(x, w), (x, w)
+  return _forward_call(x, w), (x, w)
 
 
 def _backward(residuals, g):
@@ -121,8 +141,7 @@ def _backward(residuals, g):
   rows, cols = w.shape
   outer = x.reshape(-1, rows).T @ g.reshape(-1, cols)
   values = w.gather(outer).astype(w.dtype)
-  dx = g @ w.todense().astype(jnp.float32).T
-  return dx, zeros.with_values(values)
+  return _back_call(g, w), zeros.with_values(values)
 
 
 _product.defvjp(_forward, _backward)
