@@ -150,7 +150,7 @@ def run_cell(
   length = max(1, -(-task.steps // STRETCHES))
   carry = built.start(keys, data)
   first, spent, cost = 0, 0.0, 0.0
-  if saved := load_state():
+  if task.resumable and (saved := load_state()):
     carry, (first, spent, cost) = program.restore(carry, saved)
     first = int(first)
   saved_at = time.perf_counter()
@@ -162,7 +162,8 @@ def run_cell(
     on_stretch(stretch)
     first += count
     now = time.perf_counter()
-    if save_state and first < task.steps and now - saved_at > 30:
+    due = task.resumable and first < task.steps and now - saved_at > 30
+    if save_state and due:
       progress = [first, spent + now - began, cost]
       save_state(program.arrays_of(carry, progress))
       saved_at = now

@@ -29,19 +29,28 @@ def conv_init(key: jax.Array, size: int, inputs: int, outputs: int) -> Params:
   return {"kernel": kernel, "bias": jnp.zeros(outputs)}
 
 
-def conv(params: Params, x: jax.Array, stride: int = 1) -> jax.Array:
-  """Convolve images (NHWC) with the kernel (HWIO, odd size) and add the bias.
+def conv(
+  params: Params, x: jax.Array, stride: int = 1, pad: int | None = None
+) -> jax.Array:
+  """Convolve images (NHWC) with the kernel (HWIO) and add the bias.
 
   As one product of patches and kernel: XLA's CPU backend runs convolutions
   inside loops, and under vmap over kernels, an order of magnitude slower.
+
+  Args:
+    params: `{"kernel", "bias"}`.
+    x: images.
+    stride: distance between outputs.
+    pad: zeros around the image; by default half the kernel ("same").
   """
   kernel = params["kernel"]
   size = kernel.shape[0]
-  pad = size // 2
-  height, width = x.shape[-3:-1]
-  x = jnp.pad(x, ((0, 0), (pad, pad), (pad, pad), (0, 0)))
+  edge = size // 2 if pad is None else pad
+  x = jnp.pad(x, ((0, 0), (edge, edge), (edge, edge), (0, 0)))
+  # Where the last window begins, and one past it.
+  rows, columns = (length - size + 1 for length in x.shape[1:3])
   shifted = [
-    x[:, i : i + height : stride, j : j + width : stride]
+    x[:, i : i + rows : stride, j : j + columns : stride]
     for i in range(size)
     for j in range(size)
   ]

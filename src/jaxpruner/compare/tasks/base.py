@@ -42,6 +42,9 @@ class Task:
   width_multiple: ClassVar[int] = 1
   # Keyword arguments for every updater: which leaves stay dense, and so on.
   pruning: ClassVar[dict[str, Any]] = {}
+  # Whether a half-trained cell can be stored: not if the world lives outside
+  # JAX, as an emulator does.
+  resumable: ClassVar[bool] = True
   # "vmap" turns seeds into one bigger product; "map" runs them in turn inside
   # the program, for networks whose activations for all seeds do not fit.
   batching: ClassVar[str] = "vmap"

@@ -103,7 +103,6 @@ class DqnMinatar(base.Task):
     self, world: World, params: Any, data: Any, key: jax.Array, step: jax.Array
   ) -> tuple[World, Any]:
     del data
-    env, env_params = self.game_and_params()
     n = self.environments
     greedy_key, move_key, row_key, column_key = jax.random.split(
       jax.random.fold_in(key, step), 4
@@ -111,12 +110,7 @@ class DqnMinatar(base.Task):
     # Exploration falls to 5 % over the first fifth of training.
     epsilon = jnp.maximum(0.05, 1 - step / (0.2 * self.steps))
     action = self.act(params, world.seen, greedy_key, epsilon)
-    keys = jax.random.split(move_key, n)
-    # gymnax resets a finished environment by itself: `seen` is then the next
-    # episode's first frame, and the last one of this episode is in `info`.
-    seen, state, reward, over, _, info = jax.vmap(
-      lambda k, s, a: env.step(k, s, a, env_params)
-    )(keys, world.env, action)
+    seen, state, reward, over, _, last = self.move(world.env, action, move_key)
     rows = world.replay.reward.shape[0]
     now = step % rows
     fresh = Replay(
@@ -124,7 +118,7 @@ class DqnMinatar(base.Task):
       action,
       reward,
       over.astype(jnp.float32),
-      info["final_observation"].astype(jnp.uint8),
+      last.astype(jnp.uint8),
     )
     replay = jax.tree.map(
       lambda ring, x: ring.at[now].set(x.astype(ring.dtype)),
@@ -142,6 +136,19 @@ class DqnMinatar(base.Task):
     goal = picked.reward + self.discount * (1 - picked.done) * best
     batch = (picked.seen.astype(jnp.float32), picked.action, goal)
     return World(state, seen, replay, target), batch
+
+  def move(self, state: Any, action: jax.Array, key: jax.Array) -> tuple:
+    """Return (frames, state, reward, lost, cut short, last frames).
+
+    gymnax resets a finished environment by itself: `frames` is then the next
+    episode's first, and the finished episode's last one comes last.
+    """
+    env, params = self.game_and_params()
+    keys = jax.random.split(key, len(action))
+    seen, state, reward, over, cut, info = jax.vmap(
+      lambda k, s, a: env.step(k, s, a, params)
+    )(keys, state, action)
+    return seen, state, reward, over, cut, info["final_observation"]
 
   def act(
     self, params: Any, seen: jax.Array, key: jax.Array, epsilon: Any
@@ -171,10 +178,8 @@ class DqnMinatar(base.Task):
       seen, state, running, total, episodes = carry
       move_key = jax.random.fold_in(key, t)
       action = self.act(params, seen, move_key, 0.01)
-      keys = jax.random.split(jax.random.fold_in(move_key, 1), 32)
-      seen, state, reward, over, cut, _ = jax.vmap(
-        lambda k, s, a: env.step(k, s, a, env_params)
-      )(keys, state, action)
+      step_key = jax.random.fold_in(move_key, 1)
+      seen, state, reward, over, cut, _ = self.move(state, action, step_key)
       done = over | cut
       running = running + reward
       total = total + (running * done).sum()

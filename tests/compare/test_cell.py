@@ -1,0 +1,219 @@
+"""One cell: the protocol, and the checks a cell must pass."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tests.compare import helpers
+
+import jaxpruner
+from jaxpruner.compare import cell, plan, program, tasks
+
+
+@functools.cache  # compiling costs far more than running
+def parts(algorithm, seeds=2):
+  settings = helpers.settings(seeds=seeds)
+  chosen = plan.Cell(algorithm, 0.8)
+  task = cell.cell_task(chosen, settings)
+  config = cell.updater_config(task, chosen, settings)
+  updater = jaxpruner.create_updater_from_config(config)
+  data = cell.load_data("digits", "")
+  built = program.build(task, updater, data)
+  keys = jax.vmap(jax.random.key)(jnp.arange(seeds))
+  return task, built, keys, data
+
+
+@pytest.mark.quick
+def test_all_algorithms_start_from_the_same_weights():
+  _, built, keys, data = parts("dense")
+  expected = built.start(keys, data).params
+  for name in helpers.ALGORITHMS:
+    _, built, keys, data = parts(name)
+    carry = built.start(keys, data)
+
+    def same(path, mine, theirs, masks=carry.masks):
+      mask = dict(jax.tree_util.tree_flatten_with_path(masks)[0]).get(path)
+      kept = np.ones(mine.shape, bool) if mask is None else np.asarray(mask) > 0
+      np.testing.assert_array_equal(
+        np.asarray(mine)[kept], np.asarray(theirs)[kept]
+      )
+
+    jax.tree_util.tree_map_with_path(same, carry.params, expected)
+
+
+def test_batches_depend_on_seed_and_step_only():
+  task = tasks.make_task("digits", helpers.TINY)
+  data = cell.load_data("digits", "")
+  key = jax.random.key(3)
+  one = task.batches(data, key, 5)
+  jax.tree.map(np.testing.assert_array_equal, one, task.batches(data, key, 5))
+  for other in (
+    task.batches(data, key, 6),
+    task.batches(data, jax.random.key(4), 5),
+  ):
+    assert not np.array_equal(one["x"], other["x"])
+
+
+def test_every_algorithm_trains_on_the_same_batches(monkeypatch):
+  seen = {}
+
+  def spy(name):
+    def batches(self, data, key, step):
+      batch = original(self, data, key, step)
+      jax.debug.callback(
+        lambda y, t: seen.setdefault(name, []).append((int(t), y.tolist())),
+        batch["y"],
+        step,
+      )
+      return batch
+
+    return batches
+
+  cls = tasks.task_class("digits")
+  original = cls.batches
+  for name in ("dense", "magnitude"):
+    monkeypatch.setattr(cls, "batches", spy(name))
+    _, built, keys, data = parts.__wrapped__(name, seeds=1)
+    carry = built.start(keys, data)
+    carry, *_ = built.train(carry, keys, data, 0, 6, 6)
+    jax.block_until_ready(carry)
+    jax.effects_barrier()
+  assert sorted(seen["dense"]) == sorted(seen["magnitude"])
+  assert len({t for t, _ in seen["dense"]}) == 6
+
+
+@pytest.mark.parametrize("name", ["static_sparse"])
+def test_seeds_batched_equal_seeds_one_by_one(name):
+  _, built, keys, data = parts(name)
+  carry, losses, _ = built.train(built.start(keys, data), keys, data, 0, 6, 6)
+  for seed in range(2):
+    key = keys[seed : seed + 1]
+    alone, loss, _ = built.train(built.start(key, data), key, data, 0, 6, 6)
+    np.testing.assert_allclose(loss[0], losses[seed], rtol=2e-5)
+    pick = lambda x, seed=seed: np.asarray(x)[seed]
+    for mine, all_of in zip(
+      jax.tree.leaves(alone.masks), jax.tree.leaves(carry.masks), strict=True
+    ):
+      np.testing.assert_array_equal(mine[0], pick(all_of))
+
+
+def test_seeds_get_masks_of_their_own():
+  _, built, keys, data = parts("static_sparse")
+  mask = jax.tree.leaves(built.start(keys, data).masks)[0]
+  assert not np.array_equal(mask[0], mask[1])
+
+
+def test_the_step_counter_stays_shared_between_seeds():
+  # Batched, every mask would be recomputed at every step.
+  _, built, keys, data = parts("magnitude")
+  carry = built.start(keys, data)
+  assert jaxpruner.find_state(carry.opt_state).count.shape == ()
+
+
+def test_the_small_dense_network_has_as_many_weights_as_the_sparse_one():
+  for sparsity in (0.5, 0.8, 0.95):
+    weights = 64 * 256 + 256 * 256 + 256 * 10
+    biases = 256 + 256 + 10
+    sparse = weights - round(sparsity * weights) + biases
+    task = cell.narrowed(tasks.make_task("digits"), sparsity)
+    shapes = jax.eval_shape(task.init, jax.random.key(0))
+    small = sum(x.size for x in jax.tree.leaves(shapes))
+    assert abs(small - sparse) / sparse < 0.03
+
+
+@functools.cache
+def trained():
+  """Return (outcome, its stretches) of one small cell."""
+  stretches = []
+  chosen = plan.Cell("magnitude", 0.8)
+  outcome = cell.run_cell(chosen, helpers.settings(), stretches.append)
+  return outcome, stretches
+
+
+def test_a_cell_realises_its_request_and_says_what_it_costs():
+  found = trained()[0].record
+  assert found["problem"] == ""
+  np.testing.assert_allclose(found["realised"], 0.8, atol=2e-3)
+  assert found["inference_flops"] < 0.5 * found["inference_flops_dense"]
+  assert found["training_flops"] < found["training_flops_dense"]
+  assert found["bytes"] < found["bytes_dense"]
+  assert len(found["metrics"]["accuracy"]) == 2
+
+
+@pytest.mark.parametrize(
+  "change, reason",
+  [
+    ({"realised": [0.8, 0.7]}, "0.7000 was realised, 0.8 requested"),
+    ({"nonzero_pruned": 3}, "3 weights under the mask are not zero"),
+    ({"metrics": {"accuracy": [1.0, float("nan")]}}, "diverged"),
+    ({"prunable": 0}, "nothing was pruned"),
+  ],
+)
+def test_a_cell_that_breaks_its_promise_fails(change, reason):
+  task = tasks.make_task("digits", helpers.TINY)
+  good = {
+    "realised": [0.8, 0.8],
+    "nonzero_pruned": 0,
+    "metrics": {"accuracy": [1.0, 1.0]},
+    "prunable": 10_000,
+    "leaves": 3,
+  }
+  chosen, settings = plan.Cell("magnitude", 0.8), helpers.settings()
+  assert cell._problem(good, task, chosen, settings) == ""
+  assert reason in cell._problem(good | change, task, chosen, settings)
+
+
+def test_a_pruner_that_misses_its_target_fails_the_cell(monkeypatch):
+  make = jaxpruner.create_updater_from_config
+  monkeypatch.setattr(
+    jaxpruner,
+    "create_updater_from_config",
+    lambda config: make({**config, "sparsity": 0.6}),
+  )
+  settings = helpers.settings()
+  found = cell.run_cell(plan.Cell("static_sparse", 0.8), settings).record
+  assert "was realised, 0.8 requested" in found["problem"]
+
+
+def test_a_restored_training_ends_in_the_same_bits():
+  settings = helpers.settings()
+  chosen = plan.Cell("magnitude", 0.8)
+  whole, stretches = trained()
+  _, built, keys, data = parts("magnitude")
+  carry = built.start(keys, data)
+  length = -(-helpers.TINY["steps"] // cell.STRETCHES)
+  cost = 0.0
+  for stretch in stretches[:5]:
+    carry, *_ = built.train(
+      carry, keys, data, stretch["start"], stretch["count"], length
+    )
+  first = stretches[5]["start"]
+  saved = program.arrays_of(carry, [first, 1.0, cost])
+  later = []
+  resumed = cell.run_cell(chosen, settings, later.append, lambda: saved)
+  assert later == stretches[5:]
+  assert resumed.record["metrics"] == whole.record["metrics"]
+  for name in whole.arrays:
+    np.testing.assert_array_equal(whole.arrays[name], resumed.arrays[name])
+
+
+def test_two_to_four_sparsity_is_exact():
+  settings = helpers.settings(type="2:4", sparsity=(0.5,), seeds=1)
+  outcome = cell.run_cell(plan.Cell("static_sparse", 0.5), settings)
+  assert outcome.record["problem"] == ""
+  mask = outcome.arrays["mask:layer_0/kernel"]
+  assert (mask.reshape(16, 4, -1).sum(1) == 2).all()
+
+
+def test_devices_share_a_batch_and_agree_with_one():
+  settings = helpers.settings(seeds=1)
+  chosen = plan.Cell("dense", 0.0)
+  one, eight = [], []
+  cell.run_cell(chosen, settings, one.append)
+  spread = dataclasses.replace(settings, devices=8)
+  cell.run_cell(chosen, spread, eight.append)
+  for a, b in zip(one[:4], eight[:4], strict=True):
+    np.testing.assert_allclose(a["loss"], b["loss"], rtol=1e-4)
