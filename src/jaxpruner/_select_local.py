@@ -186,10 +186,14 @@ class _Rows:
     ties = jnp.sum(jnp.where(match, ties, 0), 0, keepdims=True, dtype=COUNT)
 
     low, kept = bracket.low[self.segments], kept[self.segments]
-    everything = jnp.full(kept.shape, jnp.iinfo(COUNT).max, COUNT)
-    total = _first_reaching(ties, everything, self.begins, self.ends)[1]
-    if plan.together:
+    size = jnp.asarray(plan.leaf_sizes[self.leaves])
+    some = jnp.ones(kept.shape, jnp.bool_)
+    if plan.together:  # else a leaf that is tied keeps some of its ties
+      columns = np.arange(ties.shape[1])
+      mine = (columns >= self.begins[:, None]) & (columns < self.ends[:, None])
+      total = jnp.sum(jnp.where(mine, ties, 0), 1, dtype=COUNT)
       kept = sel.split_ties(kept, total)
+      some = kept < total
     row, before = _first_reaching(
       ties, jnp.maximum(kept, 1), self.begins, self.ends
     )
@@ -211,8 +215,7 @@ class _Rows:
     found, none = jnp.stack(found).astype(COUNT), np.zeros(len(self.leaves))
     end, _ = _first_reaching(found, kept - before, none, self.columns)
     end += jnp.stack(starts) + 1
-    size = plan.leaf_sizes[self.leaves]
-    return jnp.where(kept == 0, 0, jnp.where(kept < total, end, size))
+    return jnp.where(kept == 0, 0, jnp.where(some, end, size))
 
 
 def _cut_sample(plan: Plan, sample, bracket: Bracket, kept: Array) -> Array:
@@ -298,7 +301,9 @@ def masks(
   kept = wanted - bracket.beyond
 
   def cut():
-    cuts = _cut_sample(plan, sample, bracket, kept)
+    cuts = jnp.asarray(plan.leaf_sizes)
+    if solved.any():
+      cuts = _cut_sample(plan, sample, bracket, kept)
     if rows is not None:
       ends = rows.cut(bracket, probes, carry, kept)
       cuts = cuts.at[np.array(large)].set(ends)
