@@ -173,7 +173,8 @@ def with_auto_axes(
     if like is None
     else jax.typeof(like).sharding.spec,
   )
-  return jax.sharding.auto_axes(fn, out_sharding=out)(*args)
+  run: Any = jax.sharding.auto_axes(fn, out_sharding=out)
+  return run(*args)
 
 
 def pin_moments(
