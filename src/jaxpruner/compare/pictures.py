@@ -197,13 +197,19 @@ def draw_layers(table: Sequence[Row], steps: Steps) -> Any:
   grid = np.array(
     [[100 * (1 - d.get(name, 1.0)) for name in names] for _, d in lines]
   )
+  short = [name.removesuffix("/kernel") for name in names]
+  # Slanted names need room below, algorithm names on the left.
+  below = 0.05 * max(map(len, short))
+  left = 0.08 * max(len(label) for label, _ in lines)
   figure, axis = plt.subplots(
-    figsize=(2.6 + max(2.5, 0.62 * len(names)), 1.2 + 0.24 * len(lines)),
+    figsize=(
+      1.5 + left + below + max(2.5, 0.62 * len(names)),
+      1.0 + below + 0.24 * len(lines),
+    ),
     layout="constrained",
   )
   image = axis.imshow(grid, aspect="auto", cmap="viridis", vmin=0, vmax=100)
   axis.grid(False)
-  short = [name.removesuffix("/kernel") for name in names]
   axis.set_xticks(
     range(len(names)), map(_plain, short), rotation=40, ha="right"
   )

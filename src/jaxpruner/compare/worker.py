@@ -14,12 +14,11 @@ def main() -> None:
   # Whatever prints to stdout must not break the protocol.
   out, sys.stdout = sys.stdout, sys.stderr
   lines: queue.Queue[str | None] = queue.Queue()
-  busy = threading.Event()
 
   def listen() -> None:
     for line in sys.stdin:
       lines.put(line)
-    if busy.is_set():
+    if lines.unfinished_tasks:
       os._exit(1)  # the parent is gone in the middle of a cell
     lines.put(None)
 
@@ -30,13 +29,13 @@ def main() -> None:
   def send(event) -> None:
     # The parent may close stdin once it has read "done": be idle by then.
     if event["event"] == "done":
-      busy.clear()
+      lines.task_done()
     out.write(json.dumps(event) + "\n")
     out.flush()
 
   settings = plan.from_dict(json.loads(lines.get() or "{}"))
+  lines.task_done()
   while (line := lines.get()) is not None:
-    busy.set()
     executors.compute(plan.Cell(*json.loads(line)), settings, path, send)
 
 
