@@ -127,7 +127,7 @@ def test_inputs_and_outputs_stay_and_say_so():
     ("cumsum", lambda h: jnp.cumsum(h, -1)),
     ("rev", lambda h: h[:, ::-1]),
     ("slice", lambda h: h.at[:, 0].set(0)),
-    ("concatenate", lambda h: jnp.concatenate([h[:, :2], h[:, 2:]], -1)),
+    ("concatenate", lambda h: jnp.concatenate([h[:, 2:], h[:, :2]], -1)),
     ("roll", lambda h: jnp.roll(h, 1, -1)),
     ("cond", lambda h: jax.lax.cond(h[0, 0] > 0, jnp.sin, jnp.cos, h)),
     ("while", lambda h: jax.lax.while_loop(lambda c: c.sum() < 9, jnp.exp, h)),
@@ -190,6 +190,24 @@ def test_residual_partners_go_together_or_not_at_all():
   assert models.shapes(small) == {
     "in": (5, 4), "a": (4, 8), "b": (8, 4), "out": (4, 3)
   }  # fmt: skip
+
+
+def test_a_square_weight_is_judged_by_the_right_side():
+  def fn(p, x):
+    h = x @ p["in"]
+    return (h + h @ p["square"]) @ p["out"]
+
+  params = models.randomize(
+    {"in": jnp.ones((5, 6)), "square": jnp.ones((6, 6)),
+     "out": jnp.ones((6, 3))}
+  )  # fmt: skip
+  masks = models.nothing_masked(params)
+  masks["in"] = models.mask_axis(params["in"], 1, [0, 1])
+  masks["square"] = models.mask_axis(params["square"], 0, [0, 1])
+  assert models.shrink_and_compare(fn, params, masks, X).removed == []
+  masks["square"] = models.mask_axis(params["square"], 1, [0, 1, 2])
+  small = models.shrink_and_compare(fn, params, masks, X)
+  assert models.shapes(small, "square") == (3, 3)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])

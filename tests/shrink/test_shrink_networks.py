@@ -167,6 +167,30 @@ def test_zero_queries_do_not_make_a_head_useless():
   assert small.removed == []
 
 
+@pytest.mark.parametrize("by", ["split", "slice"])
+def test_fused_projections_lose_a_head_from_each_part(by):
+  def fn(p, x):
+    fused = x @ p["qkv"] + p["bias"]
+    if by == "split":
+      parts = jnp.split(fused, 3, -1)
+    else:
+      size = fused.shape[-1] // 3
+      parts = [fused[..., i * size : (i + 1) * size] for i in range(3)]
+    q, k, v = (t.reshape(*t.shape[:-1], -1, 4) for t in parts)
+    out = jax.nn.dot_product_attention(q, k, v)
+    return x + out.reshape(*x.shape[:-1], -1) @ p["o"]
+
+  x = np.random.default_rng(7).standard_normal((2, 3, 8)).astype(np.float32)
+  params = models.randomize(
+    {"qkv": jnp.ones((8, 36)), "bias": jnp.ones(36), "o": jnp.ones((12, 8))}
+  )
+  masks = models.nothing_masked(params)
+  masks["o"] = models.mask_axis(params["o"], 0, rows(12, range(4, 8)))
+  small = models.shrink_and_compare(fn, params, masks, x)
+  assert models.shapes(small) == {"qkv": (8, 24), "bias": (24,), "o": (8, 8)}
+  assert small.same_code
+
+
 class Attention(nn.Module):
   @nn.compact
   def __call__(self, x):

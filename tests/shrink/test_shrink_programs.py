@@ -76,6 +76,21 @@ def rolled(p, h, saved):
   return jnp.concatenate([h[..., 3:], h[..., :3]], -1)
 
 
+def halves(p, h, saved):
+  a, b = jnp.split(h, 2, -1)
+  return jnp.concatenate([jnp.tanh(b), a * b], -1)
+
+
+def rotated(p, h, saved):
+  a, b = h[..., :4], h[..., 4:]
+  return jnp.concatenate([a - b, a + b], -1) @ p["w"]
+
+
+def fused(p, h, saved):
+  both = h @ jnp.concatenate([p["w"], p["w"].T], 1)
+  return both[..., :WIDTH] * jax.nn.silu(both[..., WIDTH:])
+
+
 def padded(p, h, saved):
   return jnp.pad(h, ((0, 0), (1, 1), (0, 0)))[:, : h.shape[1]]
 
@@ -121,6 +136,7 @@ def scanned(p, h, saved):
 OPERATIONS = [
   dense, dense, dense_left, biased, scaled, gated, residual, relu, relu,
   sigmoid, layer_norm, rms_norm, softmax, heads, swapped, repeated, rolled,
+  halves, rotated, fused,
   padded, pooled, top, selected, self_product, outer_square, convolved,
   smoothed, scanned,
 ]  # fmt: skip

@@ -6,13 +6,21 @@ into another constant; a mask on the far side makes it zero again.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpruner.sparse._dims import CUMULATIVE, ELEMENTWISE, WINDOWS, Dim, Dims
+from jaxpruner.sparse._dims import (
+  CUMULATIVE,
+  ELEMENTWISE,
+  WINDOWS,
+  Dim,
+  Dims,
+  outer_axes,
+  resolve,
+)
 from jaxpruner.sparse._program import Node, Program, Var
 
 
@@ -46,23 +54,59 @@ class Constants:
     self._dims = dims
     self._known: dict[Var, dict[Dim, Known]] = {}
     self._uniform: dict[Var, np.ndarray] = {}
+    self._values = dict(values)
+    self._maker = {v: node for node in program.nodes for v in node.outputs}
     for var, value in values.items():
       self._start(var, value)
-    whole = dict(values)
     for node in program.nodes:
       for var in node.inputs:
-        if var.value is not None and var not in whole:
-          whole[var] = np.asarray(var.value)
-          self._start(var, whole[var])
-      if node.name == "slice" and node.inputs[0] in whole:
+        if var.value is not None and var not in self._values:
+          self._values[var] = np.asarray(var.value)
+          self._start(var, self._values[var])
+      layer = self.value(node.outputs[0]) if node.name == "slice" else None
+      if layer is not None:
         # One layer of a stack: more is known of it than of the stack.
-        out = node.outputs[0]
-        whole[out] = cut(node, whole[node.inputs[0]])
-        self._start(out, whole[out])
+        self._start(node.outputs[0], layer)
       elif node.name in ELEMENTWISE:
         self._elementwise(node)
       else:
         self._move(node)
+
+  def value(self, var: Var) -> np.ndarray | None:
+    """Return an array that is a parameter in another shape, else None."""
+    if var not in self._values:
+      node = self._maker.get(var)
+      if node is None or node.name not in RESHAPERS | {"slice"}:
+        return None
+      value = self.value(node.inputs[0])
+      if value is None:
+        return None
+      self._values[var] = np.asarray(node.primitive.bind(value, **node.params))
+    return self._values[var]
+
+  def zero(self, var: Var, axes: Sequence[int], dim: Dim) -> np.ndarray:
+    """Tell where an array is zero along a dim that lies in these axes.
+
+    A square weight may have one dim on both its sides; only the side asked
+    for counts.
+    """
+    flat: list[Dim] = []
+    places = []
+    for i, axis in enumerate(self._dims.of(var)):
+      for part in resolve(axis):
+        if part is dim and i in axes:
+          places.append(len(flat))
+        flat.append(part)
+    value = self.value(var)
+    if len(places) != 1:
+      return np.zeros(dim.size, np.bool_)
+    if value is None:
+      if flat.count(dim) > 1:
+        return np.zeros(dim.size, np.bool_)
+      return self.at(var, dim).zero
+    units = value.reshape([d.size for d in flat])
+    rows = np.moveaxis(units, places[0], 0).reshape(dim.size, -1)
+    return (rows == 0).all(1)
 
   def at(self, var: Var, dim: Dim) -> Known:
     """Return what is known of an array along a dim."""
@@ -139,8 +183,9 @@ class Constants:
         if name in _MOVES or name in _KEEPS:
           result = known[0]
         elif name in ("dot_general", "conv_general_dilated"):
-          zero = known[0].zero | known[1].zero
-          result = Known(zero, np.zeros(dim.size))
+          sides = zip(node.inputs, outer_axes(node), strict=True)
+          zero = [self.zero(v, axes, dim) for v, axes in sides]
+          result = Known(np.logical_or.reduce(zero), np.zeros(dim.size))
         elif name in _SUMS:
           terms = _terms(node)
           where = known[0].zero if terms is None else known[0].where
@@ -154,6 +199,9 @@ class Constants:
         self._known.setdefault(out, {})[dim] = result
 
 
+RESHAPERS = frozenset(
+  "broadcast_in_dim convert_element_type reshape squeeze transpose".split()
+)
 _MOVES = frozenset(
   "broadcast_in_dim reshape transpose squeeze slice dynamic_slice rev".split()
 )
@@ -164,13 +212,6 @@ _KEEPS = frozenset(
 _SUMS = frozenset(("reduce_sum", *WINDOWS, *CUMULATIVE)) - _KEEPS - {
   "cumprod", "cumlogsumexp",
 }  # fmt: skip
-
-
-def cut(node: Node, array: np.ndarray) -> np.ndarray:
-  """Apply a slice operation."""
-  start, limit = node.params["start_indices"], node.params["limit_indices"]
-  stride = node.params["strides"] or [1] * array.ndim
-  return array[tuple(map(slice, start, limit, stride))]
 
 
 def _terms(node: Node) -> int | None:

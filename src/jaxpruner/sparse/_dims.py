@@ -33,7 +33,7 @@ class Sum(NamedTuple):
 
   node: Node
   axis: Axis
-  operands: tuple[Var, ...]
+  operands: tuple[tuple[Var, int], ...]  # an array and the axis of it
 
 
 def resolve(axis: Sequence[Dim]) -> Axis:
@@ -116,8 +116,10 @@ class Dims:
   def block(self, node: Node, var: Var, i: int) -> None:
     block(self.of(var)[i], f"{node} needs it whole")
 
-  def add(self, node: Node, var: Var, i: int, *operands: Var) -> None:
-    self.sums.append(Sum(node, self.of(var)[i], operands or (var,)))
+  def add(self, node: Node, *operands: tuple[Var, int]) -> None:
+    """Note a sum over these axes, which are one."""
+    var, i = operands[0]
+    self.sums.append(Sum(node, self.of(var)[i], operands))
 
 
 def _opaque(dims: Dims, node: Node) -> None:
@@ -176,7 +178,7 @@ def _squeeze(dims: Dims, node: Node) -> None:
 def _reduce_sum(dims: Dims, node: Node) -> None:
   _kept(dims, node, node.params["axes"])
   for i in node.params["axes"]:
-    dims.add(node, node.inputs[0], i)
+    dims.add(node, (node.inputs[0], i))
 
 
 def _reduce(dims: Dims, node: Node) -> None:
@@ -206,22 +208,68 @@ def _reshape(dims: Dims, node: Node) -> None:
   dims.axes[target] = axes
 
 
+def _segments(
+  dims: Dims, node: Node, whole: Var, parts: Sequence[Var], i: int
+) -> None:
+  """Read an axis of equal parts (fused projections) as parts x position.
+
+  The positions of all parts become one dim: what goes from one goes from all.
+  """
+  sizes = {part.shape[i] for part in parts}
+  if len(sizes) > 1 or whole.shape[i] % max(*sizes, 1):
+    for var in (whole, *parts):
+      dims.block(node, var, i)
+    return
+  reason = f"{node} needs it whole"
+  for part in parts:
+    count = Dim(whole.shape[i] // part.shape[i], blocked=reason)
+    unite(dims.of(whole)[i], [count, *dims.of(part)[i]], reason)
+
+
 def _slice(dims: Dims, node: Node) -> None:
   source, target = node.inputs[0], node.outputs[0]
   for i, size in enumerate(source.shape):
-    if size == target.shape[i]:
+    part = target.shape[i]
+    if size == part:
       dims.pair(node, target, i, source, i)
+    elif part and is_segment(node, i):
+      _segments(dims, node, source, [target], i)
     else:
       dims.block(node, source, i)
       dims.block(node, target, i)
 
 
+def is_segment(node: Node, i: int) -> bool:
+  """Tell whether a slice takes one of several equal parts of an axis."""
+  start = node.params.get("start_indices")
+  strides = node.params.get("strides") or [1] * (i + 1)
+  size, part = node.inputs[0].shape[i], node.outputs[0].shape[i]
+  return (
+    start is not None
+    and strides[i] == 1
+    and size % part == 0
+    and start[i] % part == 0
+  )
+
+
 def _concatenate(dims: Dims, node: Node) -> None:
-  _along(lambda n, i: i == n.params["dimension"])(dims, node)
+  (out,) = node.outputs
+  axis = node.params["dimension"]
+  _segments(dims, node, out, node.inputs, axis)
+  for var in node.inputs:
+    for i in range(len(out.shape)):
+      if i != axis:
+        dims.pair(node, out, i, var, i)
 
 
 def _split_rule(dims: Dims, node: Node) -> None:
-  _along(lambda n, i: i == n.params["axis"])(dims, node)
+  (source,) = node.inputs
+  axis = node.params["axis"]
+  _segments(dims, node, source, node.outputs, axis)
+  for var in node.outputs:
+    for i in range(len(source.shape)):
+      if i != axis:
+        dims.pair(node, source, i, var, i)
 
 
 def _iota(dims: Dims, node: Node) -> None:
@@ -251,7 +299,7 @@ def _dot_general(dims: Dims, node: Node) -> None:
     dims.pair(node, out, k, lhs, i)
   for i, j in zip(*contract, strict=True):
     dims.pair(node, lhs, i, rhs, j)
-    dims.add(node, lhs, i, lhs, rhs)
+    dims.add(node, (lhs, i), (rhs, j))
   for var, axes, places in zip((lhs, rhs), *dot_axes(node), strict=True):
     for i, j in zip(axes, places, strict=True):
       dims.pair(node, out, j, var, i)
@@ -268,6 +316,17 @@ def is_depthwise(node: Node) -> bool:
     and groups == rhs.shape[spec.rhs_spec[0]]
     and node.params["batch_group_count"] == 1
   )
+
+
+def outer_axes(node: Node) -> list[list[int]]:
+  """Return the axes of each factor of a product that its result has too."""
+  if node.name == "dot_general":
+    free, batch = dot_axes(node)[0], node.params["dimension_numbers"][1]
+    return [[*free[0], *batch[0]], [*free[1], *batch[1]]]
+  spec = node.params["dimension_numbers"]
+  batch, features = spec.lhs_spec[:2]
+  lhs = [batch, features] if is_depthwise(node) else [batch]
+  return [lhs, [spec.rhs_spec[0]]]
 
 
 def _conv(dims: Dims, node: Node) -> None:
@@ -287,7 +346,7 @@ def _conv(dims: Dims, node: Node) -> None:
     node.params["feature_group_count"] * node.params["batch_group_count"] == 1
   ):
     dims.pair(node, lhs, features, rhs, of)
-    dims.add(node, lhs, features, lhs, rhs)
+    dims.add(node, (lhs, features), (rhs, of))
   else:
     dims.block(node, lhs, features)
     dims.block(node, rhs, of)

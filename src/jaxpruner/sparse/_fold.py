@@ -1,17 +1,13 @@
 """Where the constant of a removed index goes: into a bias that follows."""
 
-from collections.abc import Mapping
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
 
-from jaxpruner.sparse._constants import Constants
+from jaxpruner.sparse._constants import RESHAPERS, Constants
 from jaxpruner.sparse._dims import Dim, Dims, Sum, dot_axes, resolve
 from jaxpruner.sparse._program import Node, Program, Var
-
-_SHAPERS = frozenset(
-  "reshape transpose squeeze broadcast_in_dim convert_element_type".split()
-)
 
 
 class Folder:
@@ -22,9 +18,9 @@ class Folder:
     program: Program,
     dims: Dims,
     known: Constants,
-    values: Mapping[Var, np.ndarray],
+    params: Collection[Var],
   ):
-    self._dims, self._known, self._values = dims, known, dict(values)
+    self._dims, self._known, self._params = dims, known, params
     self._maker = {v: node for node in program.nodes for v in node.outputs}
     self._users: dict[Var, list[Node | None]] = {}
     for node in program.nodes:
@@ -33,20 +29,6 @@ class Folder:
     for v in program.outputs:
       self._users.setdefault(v, []).append(None)
 
-  def _value(self, var: Var) -> np.ndarray | None:
-    """Return an array that depends on parameters only, else None."""
-    if var.value is not None:
-      return np.asarray(var.value)
-    if var not in self._values:
-      node = self._maker.get(var)
-      if node is None or node.name not in (*_SHAPERS, "slice"):
-        return None
-      value = self._value(node.inputs[0])
-      if value is None:
-        return None
-      self._values[var] = np.asarray(node.primitive.bind(value, **node.params))
-    return self._values[var]
-
   def _sides(self, total: Sum) -> tuple[int, int] | None:
     """Return which operand is the activation, which the weight."""
     node = total.node
@@ -54,7 +36,7 @@ class Folder:
       return None
     if node.name == "dot_general" and node.params["dimension_numbers"][1][0]:
       return None
-    fixed = [self._value(v) is not None for v in node.inputs[:2]]
+    fixed = [self._known.value(v) is not None for v in node.inputs[:2]]
     if fixed == [False, True]:
       return 0, 1
     if fixed == [True, False] and node.name == "dot_general":
@@ -74,7 +56,7 @@ class Folder:
     sides = self._sides(total)
     assert sides is not None
     x, w = (node.inputs[side] for side in sides)
-    weight = self._value(w)
+    weight = self._known.value(w)
     assert weight is not None
     known = self._known.at(x, dim)
     values = np.where(gone & known.where, known.value, 0).astype(np.float64)
@@ -145,21 +127,20 @@ class Folder:
       user = users[0] if len(users) == 1 else None
       if user is None:
         return None
-      if user.name in _SHAPERS:
+      if user.name in RESHAPERS:
         var = user.outputs[0]
       elif user.name in ("add", "add_any", "sub"):
         break
       else:
         return None
     other = user.inputs[1 if user.inputs[0] is var else 0]
-    while len(self._users[other]) == 1 and other not in self._values:
+    while len(self._users[other]) == 1 and other not in self._params:
       maker = self._maker.get(other)
-      if maker is None or maker.name not in _SHAPERS:
+      if maker is None or maker.name not in RESHAPERS:
         return None
       other = maker.inputs[0]
     fits = (
-      other not in self._maker
-      and other in self._values
+      other in self._params
       and len(self._users[other]) == 1
       and self._dims.flat(other) == wanted
     )

@@ -81,10 +81,16 @@ class Program:
       for v in node.outputs:
         number[v] = len(number)
       shapes = [v.shape for v in node.outputs]
-      rows.append(
-        (node.name, sorted(map(str, node.params.items())), ins, shapes)
-      )
+      params = sorted(f"{k}={_plain(p)}" for k, p in node.params.items())
+      rows.append((node.name, params, ins, shapes))
     return [*rows, [spell(v) for v in self.outputs]]
+
+
+def _plain(value: Any) -> Any:
+  """Spell NumPy's integers like Python's."""
+  if type(value) in (tuple, list):
+    return tuple(_plain(v) for v in value)
+  return int(value) if isinstance(value, np.integer) else value
 
 
 def trace(fn: Callable[..., Any], *args: Any) -> Program:

@@ -60,15 +60,29 @@ class Resized:
       params["new_sizes"] = self.shape(node.outputs[0])
     elif node.name == "dynamic_slice":
       params["slice_sizes"] = self.shape(node.outputs[0])
-    elif node.name in ("slice", "gather"):
-      key = "limit_indices" if node.name == "slice" else "slice_sizes"
+    elif node.name == "gather":
       source = node.inputs[0]
-      params[key] = tuple(
+      params["slice_sizes"] = tuple(
         new if old == size else old
         for new, old, size in zip(
-          self.shape(source), params[key], source.shape, strict=True
+          self.shape(source), params["slice_sizes"], source.shape, strict=True
         )
       )
+    elif node.name == "slice":
+      starts, limits = (
+        list(params["start_indices"]),
+        list(params["limit_indices"]),
+      )
+      old, new = node.outputs[0].shape, self.shape(node.outputs[0])
+      for i in range(len(old)):
+        if new[i] != old[i]:
+          starts[i] = starts[i] // old[i] * new[i]
+          limits[i] = starts[i] + new[i]
+      params["start_indices"] = tuple(starts)
+      params["limit_indices"] = tuple(limits)
+    elif node.name == "split":
+      axis = params["axis"]
+      params["sizes"] = tuple(self.shape(v)[axis] for v in node.outputs)
     elif node.name == "conv_general_dilated" and is_depthwise(node):
       channel = params["dimension_numbers"].lhs_spec[1]
       params["feature_group_count"] = self.shape(node.inputs[0])[channel]

@@ -209,7 +209,7 @@ class _Choice:
     self, program: Program, dims: Dims, values: dict[Var, np.ndarray]
   ):
     known = Constants(program, dims, values)
-    self._folder = _fold.Folder(program, dims, known, values)
+    self._folder = _fold.Folder(program, dims, known, set(values))
     self.values = dict(values)
     self.keep: dict[Dim, np.ndarray] = {}
     self.baked: dict[Node, np.ndarray] = {}
@@ -221,7 +221,7 @@ class _Choice:
     sums = [(s, d) for s in dims.sums for d in resolve(s.axis) if d in owned]
     for total, dim in sums:
       summed.add(dim)
-      zeros = [known.at(v, dim).zero for v in total.operands]
+      zeros = [known.zero(v, [i], dim) for v, i in total.operands]
       zero = np.logical_or.reduce(zeros)
       constant = self._folder.constant(total, dim) & ~zero
       # Two dims of one sum folded at once would count their overlap twice.
