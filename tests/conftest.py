@@ -14,7 +14,7 @@ os.environ.setdefault(
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
 os.environ.setdefault("MPLBACKEND", "agg")
 
-import hypothesis  # noqa: E402
+import hypothesis
 
 _COMMON = dict(
   deadline=None,
