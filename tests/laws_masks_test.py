@@ -294,7 +294,9 @@ def test_a_mask_selects_bits_and_removed_weights_are_plus_zero(
   bits = bits.astype(word)
   if np.dtype(dtype).itemsize == 2:
     # CPUs compute half precision in float32, which loses the payload of NaN.
-    bits[np.isnan(bits.view(dtype))] = np.array(np.nan, dtype).view(word)
+    with np.errstate(invalid="ignore"):
+      is_nan = np.isnan(bits.view(dtype))
+    bits[is_nan] = np.array(np.nan, dtype).view(word)
   param = bits.view(dtype)
   found = np.asarray(jitted_apply(False)(param, mask))
   assert found.dtype == param.dtype
