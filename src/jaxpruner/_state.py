@@ -185,9 +185,8 @@ def draw(
 
 def refuse_nan(leaves: list[tuple[_tree.Names, Any]]) -> None:
   """Raise outside `jit` if scores hold NaN, naming path and count."""
-  for names, scores in leaves:
-    if callable(scores):
-      scores = scores()
+  for names, entry in leaves:
+    scores: Any = entry() if callable(entry) else entry
     if isinstance(scores, jax.core.Tracer):
       continue
     if not jnp.issubdtype(jnp.result_type(scores), jnp.inexact):

@@ -298,7 +298,9 @@ def _schedule(cls, config) -> sparsity_schedules.BaseSchedule:
     if start is None:
       start = min(freq, end) if cls.regrows else min(total // 4, end)
   kind = config.get("schedule")
-  if start is None and kind != "none":
+  if kind == "none":
+    return sparsity_schedules.NoUpdateSchedule()
+  if start is None:
     for key in ("update_end_step", "update_freq", "power", "schedule"):
       if key in config:
         raise ValueError(
@@ -318,8 +320,6 @@ def _schedule(cls, config) -> sparsity_schedules.BaseSchedule:
     raise ValueError(
       f"schedule={kind!r} is unknown; {_tree.nearest(kind, _SCHEDULES)}"
     )
-  if kind == "none":
-    return sparsity_schedules.NoUpdateSchedule()
   if kind == "one_shot":
     return sparsity_schedules.OneShotSchedule(target_step=start)
   if freq is None:
@@ -420,10 +420,9 @@ def _spell_type(kind: Any) -> Any:
 
 
 def _spell_schedule(scheduler: Any) -> dict[str, Any]:
-  for name, cls in _SCHEDULES.items():
-    if type(scheduler) is cls:
-      break
-  else:
+  names = {cls: name for name, cls in _SCHEDULES.items()}
+  name = names.get(type(scheduler))
+  if name is None:
     return {"schedule": _spell_value("scheduler", scheduler)}
   if name == "none":
     return {}

@@ -405,12 +405,13 @@ class BaseUpdater:
     ):
       if target is None:
         continue
-      shape, dtype = getattr(score, "shape", None), getattr(score, "dtype", 0)
-      if shape != param.shape or jnp.issubdtype(dtype, jnp.complexfloating):
+      shape = getattr(score, "shape", None)
+      if shape != param.shape or jnp.iscomplexobj(score):
+        found = f"{score.dtype} of shape {shape}" if shape else repr(score)
         raise ValueError(
-          f"scores of {_tree.join(names)!r} are {dtype or score!r} of shape "
-          f"{shape}; {type(self).__name__}.calculate_scores must return real "
-          f"numbers of the parameter's shape {param.shape}"
+          f"scores of {_tree.join(names)!r} are {found}; "
+          f"{type(self).__name__}.calculate_scores must return real numbers of "
+          f"the parameter's shape {param.shape}"
         )
 
   def targets(self, params: PyTree) -> Sparsities:
