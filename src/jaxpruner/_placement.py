@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.core
 from jax import Array
 from jax.extend import core
 from jax.interpreters import batching, mlir

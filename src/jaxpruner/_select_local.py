@@ -28,7 +28,7 @@ def _sample(plan: Plan) -> tuple[Array, np.ndarray]:
   rows = []
   for segment, size in enumerate(plan.sizes):
     parts = []
-    for i in np.flatnonzero(plan.segments == segment):
+    for i in np.flatnonzero(plan.segments == segment).tolist():
       scores, count = plan.image(i).reshape(-1), plan.leaves[i].size
       if size > budget:
         runs = max(1, budget * count // int(size) // _RUN)
@@ -91,7 +91,9 @@ def _row_counts(scores: Array, levels: Sequence[Array]) -> list[Array]:
   return counts
 
 
-def _first_reaching(values: Array, need: Array, begin, end) -> Array:
+def _first_reaching(
+  values: Array, need: Array, begin, end
+) -> tuple[Array, Array]:
   """Where, from `begin`, the sum of `values` first reaches `need`.
 
   Args:
@@ -235,13 +237,14 @@ def _by_rank(plan: Plan, ones: Array, dtype) -> list[Array]:
   """Compare every two scores: quick to compile, for few of them."""
   masks = []
   for segment in range(len(plan.sizes)):
-    mine = np.flatnonzero(plan.segments == segment)
+    mine = np.flatnonzero(plan.segments == segment).tolist()
     scores = jnp.concatenate([plan.image(i).reshape(-1) for i in mine])
     this, other = scores[:, None], scores[None]
     index = lax.iota(jnp.int32, scores.size)
     larger = (other > this).astype(jnp.int32)
     earlier = ((other == this) & (index < index[:, None])).astype(jnp.int32)
-    rank = sum(sel.sums([larger, earlier], (1,))).astype(COUNT)
+    above, before = sel.sums([larger, earlier], (1,))
+    rank = (above + before).astype(COUNT)
     mask = (rank < at(ones, segment)).astype(dtype)
     parts = jnp.split(mask, np.cumsum(plan.leaf_sizes[mine])[:-1])
     masks += [
@@ -267,7 +270,8 @@ def masks(
 
   if rows is None:
     bracket = _search_sample(sample, wanted[:, None], seen)
-    bracket, probes, carry = Bracket(*(x[:, 0] for x in bracket)), None, None
+    bracket = Bracket(*(x[:, 0] for x in bracket))
+    probes = carry = sample  # not read
   else:
     # The sample brackets the threshold at 3.5 standard deviations.
     share = wanted.astype(jnp.float32) / plan.sizes.astype(np.float32)
