@@ -149,7 +149,12 @@ def _unroll(eqn: Any, inputs: list[Var], nodes: list[Node]) -> list[Var]:
   """Write a scan out, one step after the other."""
   params = eqn.params
   body, length = params["jaxpr"], params["length"]
-  first, second = (params["num_consts"], params["num_carry"])
+  if "ft_in" in params:  # JAX 0.12 and later
+    first, second, _ = map(len, params["ft_in"].unpack())
+  else:
+    first, second = params["num_consts"], params["num_carry"]
+  closed = getattr(body, "consts", ())
+  body = getattr(body, "jaxpr", body)
   consts, rest = inputs[:first], inputs[first:]
   carry, xs = rest[:second], rest[second:]
   steps: dict[int, list[Var]] = {}
@@ -159,7 +164,7 @@ def _unroll(eqn: Any, inputs: list[Var], nodes: list[Node]) -> list[Var]:
       _call(lambda x, i=i: jax.lax.index_in_dim(x, i, 0, False), [x], nodes)[0]
       for x in xs
     ]
-    outs = _inline(body.jaxpr, body.consts, [*consts, *carry, *items], nodes)
+    outs = _inline(body, closed, [*consts, *carry, *items], nodes)
     carry, steps[i] = outs[:second], outs[second:]
   columns = zip(*(steps[i] for i in order), strict=True)
   ys = [
