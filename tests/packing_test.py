@@ -38,9 +38,7 @@ def test_a_packed_mask_of_another_size_is_refused():
 
 def test_the_n_of_n_by_m_may_be_traced():
   scores = jax.random.uniform(jax.random.key(0), (8, 3))
-  ranked = jax.jit(
-    lambda n: mask_calculator.n_by_m_mask(scores, n, 4, axis=0)
-  )
+  ranked = jax.jit(lambda n: mask_calculator.n_by_m_mask(scores, n, 4, axis=0))
   for n in (1, 2, 3, 4):
     mask = ranked(n)
     np.testing.assert_array_equal(mask.reshape(2, 4, 3).sum(1), n)

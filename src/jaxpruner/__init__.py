@@ -79,7 +79,7 @@ __all__ = [
   "mask_calculator",
   "parse_sparsity_type",
   "register_algorithm",
-  "sparse",
+  "sparse",  # pyright: ignore[reportUnsupportedDunderAll]
   "sparsity_distributions",
   "sparsity_schedules",
   "sparsity_table",
