@@ -8,25 +8,25 @@ import numpy as np
 
 from jaxpruner.sparse import formats
 
-# More buckets waste less padding, but each is one more product to start.
-MAX_BUCKETS = 4
+# Batch rows at a time: the products of all blocks then stay in cache until
+# they are summed.
+CHUNK = 64
 
 
 @formats.register
 class Block(formats.SparseMatrix):
-  """Block columns, sorted by how many blocks they keep, in a few buckets.
+  """The kept blocks, in order of block column and row.
 
-  All block columns of a bucket are padded to its longest, so that a bucket is
-  one gather of inputs and one batched product. Runs on every platform.
+  A product gathers the inputs of every block, multiplies all blocks at once,
+  and sums by block column. Runs on every platform.
   """
 
   name: ClassVar[str] = "block"
 
   values: jax.Array  # (blocks, height, width)
-  rows: jax.Array  # (blocks,) int32: block row, or -1 for padding
-  order: jax.Array  # (block columns,) int32: which column a place holds
+  rows: jax.Array  # (blocks,) int32
+  cols: jax.Array  # (blocks,) int32, ascending
   shape: tuple[int, int] = formats.static()
-  buckets: tuple[tuple[int, int], ...] = formats.static()  # (columns, blocks)
 
   @classmethod
   def fromdense(
@@ -42,81 +42,54 @@ class Block(formats.SparseMatrix):
     def blocks(array):
       padded = np.zeros((grid[0] * height, grid[1] * width), array.dtype)
       padded[: array.shape[0], : array.shape[1]] = array
-      return padded.reshape(grid[0], height, grid[1], width).transpose(
-        2, 0, 1, 3
-      )
+      tiled = padded.reshape(grid[0], height, grid[1], width)
+      return tiled.transpose(2, 0, 1, 3)
 
-    values = blocks(np.where(kept, dense, 0).astype(dense.dtype))
-    kept = np.any(blocks(kept), axis=(2, 3))
-    counts = kept.sum(axis=1)
-    order = np.argsort(counts, kind="stable")
-    buckets = _buckets(counts[order])
-    lengths = np.repeat([j for _, j in buckets], [n for n, _ in buckets])
-    rows, stored = [], []
-    for col, length in zip(order, lengths, strict=True):
-      row = np.nonzero(kept[col])[0]
-      pad = length - len(row)
-      rows.append(np.pad(row, (0, pad), constant_values=-1))
-      stored.append(np.pad(values[col, row], [(0, pad), (0, 0), (0, 0)]))
+    cols, rows = np.nonzero(np.any(blocks(kept), axis=(2, 3)))
+    values = blocks(np.where(kept, dense, 0).astype(dense.dtype))[cols, rows]
     return cls(
-      jnp.asarray(np.concatenate(stored)),
-      jnp.asarray(np.concatenate(rows).astype(np.int32)),
-      jnp.asarray(order.astype(np.int32)),
+      jnp.asarray(values),
+      jnp.asarray(rows.astype(np.int32)),
+      jnp.asarray(cols.astype(np.int32)),
       dense.shape,
-      buckets,
     )
 
   def positions(self) -> tuple[jax.Array, jax.Array, jax.Array]:
     _, height, width = self.values.shape
-    counts = np.repeat(
-      [j for _, j in self.buckets], [n for n, _ in self.buckets]
-    )
-    col = self.order[np.repeat(np.arange(len(counts)), counts)]
-    row = self.rows[:, None] * height + jnp.arange(height)
-    col = col[:, None] * width + jnp.arange(width)
+    row = (self.rows[:, None] * height + jnp.arange(height))[:, :, None]
+    col = (self.cols[:, None] * width + jnp.arange(width))[:, None, :]
     # Edge blocks hang over: what lies outside the matrix was never kept.
-    kept = (self.rows >= 0)[:, None, None] & (
-      (row < self.shape[0])[:, :, None] & (col < self.shape[1])[:, None, :]
-    )
-    return row[:, :, None], col[:, None, :], kept
+    return row, col, (row < self.shape[0]) & (col < self.shape[1])
 
   def matmul(self, x: jax.Array) -> jax.Array:
-    """Gather the inputs of each block column and multiply bucket by bucket."""
-    _, height, width = self.values.shape
-    batch = x.shape[:-1]
+    """Multiply all blocks at once, a chunk of the batch at a time."""
+    lead = x.shape[:-1]
     x = x.reshape(-1, self.shape[0])
+    if len(x) <= CHUNK:
+      return self._chunk(x).reshape(*lead, self.shape[1])
+    whole = len(x) // CHUNK * CHUNK
+    parts = jax.lax.map(self._chunk, x[:whole].reshape(-1, CHUNK, x.shape[1]))
+    y = parts.reshape(whole, self.shape[1])
+    if whole < len(x):
+      y = jnp.concatenate([y, self._chunk(x[whole:])])
+    return y.reshape(*lead, self.shape[1])
+
+  def _chunk(self, x: jax.Array) -> jax.Array:
+    _, height, width = self.values.shape
     x = jnp.pad(x, [(0, 0), (0, -self.shape[0] % height)])
-    x = x.reshape(x.shape[0], -1, height)
-    parts, start = [], 0
-    for columns, length in self.buckets:
-      stop = start + columns * length
-      # Padding has row -1, the last one, and values of zero.
-      chosen = x[:, self.rows[start:stop]]
-      chosen = chosen.reshape(len(x), columns, length * height)
-      values = self.values[start:stop].reshape(columns, length * height, width)
-      parts.append(jnp.einsum("bnk,nkc->bnc", chosen, values))
-      start = stop
-    y = jnp.concatenate(parts, axis=1)
-    y = y[:, jnp.argsort(self.order)].reshape(y.shape[0], -1)
-    return y[:, : self.shape[1]].reshape(*batch, self.shape[1])
-
-
-def _buckets(counts: np.ndarray) -> tuple[tuple[int, int], ...]:
-  """Cut ascending counts into few buckets with the least padding."""
-  total = len(counts)
-  # cost[i]: least number of stored blocks for the first i columns.
-  cost = np.where(np.arange(total + 1) == 0, 0.0, np.inf)
-  cuts = []
-  for _ in range(MAX_BUCKETS):
-    length = np.arange(total + 1)[:, None] - np.arange(total + 1)
-    last = np.concatenate([[0], counts])[:, None]
-    ways = np.where(length >= 0, cost + length * last, np.inf)
-    cuts.append(ways.argmin(axis=1))
-    cost = ways.min(axis=1)
-  buckets, end = [], total
-  for cut in reversed(cuts):
-    begin = int(cut[end])
-    if begin < end:
-      buckets.append((end - begin, int(counts[end - 1])))
-    end = begin
-  return tuple(reversed(buckets))
+    inputs = x.reshape(len(x), x.shape[1] // height, height).transpose(1, 0, 2)
+    dtype = jnp.result_type(x, self.values)
+    # Half precision would round every block's product before they are summed.
+    products = jnp.matmul(
+      inputs[self.rows],
+      self.values,
+      preferred_element_type=jnp.promote_types(dtype, jnp.float32),
+    )
+    sums = jax.ops.segment_sum(
+      products,
+      self.cols,
+      num_segments=-(-self.shape[1] // width),
+      indices_are_sorted=True,
+    )
+    y = sums.transpose(1, 0, 2).reshape(len(x), -1)
+    return y[:, : self.shape[1]].astype(dtype)
