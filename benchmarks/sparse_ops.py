@@ -259,7 +259,8 @@ def main() -> None:
   cores = len(os.sched_getaffinity(0))
   results = {
     "environment": {
-      **environment(), "clock": args.clock, "cores used": cores
+      **environment(), "clock": args.clock, "cores used": cores,
+      "seconds per cell": args.budget,
     },
     "models": models(*how),
     "products": products(*how),

@@ -50,6 +50,26 @@ def test_bcoo_keeps_the_dtype_and_kept_zeros(dtype):
   assert back[0].dtype == value.dtype
 
 
+def test_bcsr_and_packed_leaves_come_back_too():
+  rng = np.random.default_rng(0)
+  mask = (rng.random((6, 5)) < 0.4).astype(np.uint8)
+  mask[2] = 0
+  params = {"w": jnp.asarray(rng.standard_normal((6, 5)), "float32")}
+  params["s"] = jnp.stack([params["w"]] * 2)
+  masks = {"w": mask, "s": np.stack([mask] * 2)}
+  want = jax.tree.map(lambda p, m: jnp.where(m, p, 0), params, masks)
+  packed = sparse.to_bcsr(params, masks)
+  assert packed["w"].indptr.shape == (7,)
+  assert packed["w"].nse == packed["s"].nse // 2 == mask.sum()
+  for tree in (
+    packed,
+    {n: sparse.pack(params[n], masks[n]) for n in params},
+    {"w": sparse.Sell.fromdense(params["w"], mask), "s": want["s"]},
+  ):
+    back = sparse.from_bcoo(tree)
+    assert all(np.array_equal(back[n], want[n]) for n in params)
+
+
 def test_bytes_are_those_of_the_buffers():
   mask = np.zeros((64, 64), np.uint8)
   mask[:, 0] = 1

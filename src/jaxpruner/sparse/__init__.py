@@ -36,6 +36,7 @@ _MODULES = {
   "save": "files",
   "shrink": "shrinking",
   "to_bcoo": "interchange",
+  "to_bcsr": "interchange",
 }
 
 __all__ = sorted(_MODULES)  # pyright: ignore[reportUnsupportedDunderAll]

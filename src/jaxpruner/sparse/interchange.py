@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpruner import _tree
+from jaxpruner.sparse import formats
 
 
 class Sizes(NamedTuple):
@@ -84,12 +85,34 @@ def to_bcoo(params: Any, masks: Any) -> Any:
   return jax.tree_util.tree_unflatten(treedef, packed)
 
 
+def to_bcsr(params: Any, masks: Any) -> Any:
+  """Do as `to_bcoo`, with matrices as `BCSR`: a third fewer bytes.
+
+  Leaves of other ranks, which have no rows to compress, stay BCOO.
+  """
+  from jax.experimental import sparse as jax_sparse
+
+  def compress(leaf):
+    if is_sparse(leaf) and leaf.ndim == 2:
+      return jax_sparse.BCSR.from_bcoo(leaf)
+    return leaf
+
+  tree = to_bcoo(params, masks)
+  return jax.tree_util.tree_map(compress, tree, is_leaf=is_sparse)
+
+
 def from_bcoo(tree: Any) -> Any:
-  """Return the dense tree: kept entries bit for bit, `+0.0` elsewhere."""
+  """Return the dense tree: kept entries bit for bit, `+0.0` elsewhere.
+
+  Undoes `to_bcoo`, `to_bcsr` and `pack`.
+  """
 
   def dense(leaf):
-    if not hasattr(leaf, "indices") or not is_sparse(leaf):
+    if not is_sparse(leaf):
       return leaf
+    if isinstance(leaf, formats.Sparse):
+      return leaf.todense()
+    leaf = leaf.to_bcoo() if hasattr(leaf, "indptr") else leaf
     # Set, not BCOO.todense's add: 0.0 + -0.0 would lose the sign of a -0.0.
     index = tuple(jnp.moveaxis(leaf.indices, -1, 0))
     return (
