@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
@@ -10,10 +9,10 @@ import jax
 import jax.core
 import jax.extend.core
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from jaxpruner import (
+  _checks,
   _lazy,
   _tree,
   mask_calculator,
@@ -29,8 +28,6 @@ from jaxpruner._state import (
   SparseState,
   Sparsities,
   apply_mask,
-  check_fit,
-  check_seed,
   draw,
   find_state,
   frozen,
@@ -84,40 +81,7 @@ class BaseUpdater:
         setattr(cls, name, getattr(BaseUpdater, name))
 
   def __post_init__(self):
-    for name in ("is_mask_update_iter", "get_sparsity_at_step"):
-      if isinstance(self.scheduler, type) or not callable(
-        getattr(self.scheduler, name, None)
-      ):
-        raise ValueError(
-          f"scheduler={self.scheduler!r} has no method {name}; use one of "
-          "jaxpruner.sparsity_schedules, such as OneShotSchedule(0)"
-        )
-    for name in ("skip_gradients", "is_sparse_gradients", "use_packed_masks"):
-      if not isinstance(getattr(self, name), bool | np.bool_):
-        raise ValueError(
-          f"{name}={getattr(self, name)!r} must be True or False"
-        )
-    for name in ("sparsity_distribution_fn", "topk_fn"):
-      value = getattr(self, name)
-      if value is not None and not callable(value):
-        raise ValueError(
-          f"{name}={value!r} must be a function, such as functools.partial("
-          "jaxpruner.sparsity_distributions.uniform, sparsity=0.8)"
-          if name == "sparsity_distribution_fn"
-          else f"{name}={value!r} must be a function (scores, sparsity) -> mask"
-        )
-    kinds = self.sparsity_type
-    kinds = kinds.values() if isinstance(kinds, Mapping) else [kinds]
-    for kind in kinds:
-      if isinstance(kind, type) or not (
-        callable(kind) or callable(getattr(kind, "mask", None))
-      ):
-        raise ValueError(
-          f"sparsity_type={kind!r} is not a sparsity type; use one of "
-          "jaxpruner.sparsity_types, such as NByM(2, 4)"
-        )
-    if self.rng_seed is not None:
-      check_seed(self.rng_seed)
+    _checks.check_fields(self)
 
   def __eq__(self, other: object) -> bool:
     if not isinstance(other, BaseUpdater) or type(self) is not type(other):
@@ -245,13 +209,13 @@ class BaseUpdater:
         f"wrap_optax: inner={inner!r} must be an Optax transformation, such "
         "as optax.adam(1e-3)"
       )
-    self._say_if_idle()
+    _checks.say_if_idle(self)
     inner = optax.with_extra_args_support(inner)
 
     def init_fn(params: PyTree) -> SparseState:
       state = self.init_state(params)
       inner_state = inner.init(params)
-      self._say_if_moments_stay(inner_state, params, state.masks)
+      _checks.say_if_moments_stay(self, inner_state, params, state.masks)
       return state._replace(inner_state=inner_state)
 
     def update_fn(updates, state, params=None, **extra):
@@ -260,7 +224,9 @@ class BaseUpdater:
           f"{type(self).__name__}.wrap_optax(…).update needs params: call "
           "tx.update(grads, opt_state, params)"
         )
-      self._check_masks(params, state.masks, targets=state.target_sparsities)
+      _checks.check_masks(
+        params, state.masks, self.use_packed_masks, state.target_sparsities
+      )
       if self.is_sparse_gradients or "gradients" in self.category.needs:
         _tree.align(params, updates, "grads")  # raises where they differ
       due = self.scheduler.is_mask_update_iter(state.count)
@@ -305,7 +271,7 @@ class BaseUpdater:
   def init_state(self, params: PyTree) -> SparseState:
     """Return the state of step 0, without an optimizer's."""
     targets = self.targets(params)
-    self._say_if_zero(targets)
+    _checks.say_if_zero(self, targets)
     key = None
     if "random" in self.category.needs:
       key = self._key(params)
@@ -344,7 +310,7 @@ class BaseUpdater:
       )
     targets = self.targets(params)
     scores = self.calculate_scores(params, grads=grads)
-    self._check_scores(params, targets, scores)
+    _checks.check_scores(self, params, targets, scores)
     masks = self.create_masks(scores, targets)
     return self.apply_masks(params, masks, is_packed=False), self._pack(masks)
 
@@ -373,46 +339,10 @@ class BaseUpdater:
     if is_packed is None:
       is_packed = self.use_packed_masks
 
-    self._check_masks(params, masks, is_packed)
+    _checks.check_masks(params, masks, is_packed)
     return _tree.map_masks(
       lambda _, param, mask: apply_mask(param, mask, is_packed), params, masks
     )
-
-  def _check_masks(self, params, masks, is_packed=None, targets=None) -> None:
-    if is_packed is None:
-      is_packed = self.use_packed_masks
-    for (names, param), mask, target in zip(
-      _tree.flatten_with_names(params)[0],
-      _tree.align(params, masks),
-      _tree.align(params, targets, "target_sparsities"),
-      strict=True,
-    ):
-      if mask is not None:
-        check_fit(mask, param.shape, is_packed, _tree.join(names))
-      elif target is not None:
-        raise ValueError(
-          f"params leaf {_tree.join(names)!r}: the state holds a target "
-          "sparsity but no mask; restore checkpoints into the structure that "
-          "tx.init(params) gives"
-        )
-
-  def _check_scores(self, params, targets, scores) -> None:
-    for (names, param), target, score in zip(
-      _tree.flatten_with_names(params)[0],
-      _tree.align(params, targets),
-      _tree.align(params, scores, "scores"),
-      strict=True,
-    ):
-      if target is None:
-        continue
-      shape = getattr(score, "shape", None)
-      if shape != param.shape or jnp.iscomplexobj(score):
-        found = f"{score.dtype} of shape {shape}" if shape else repr(score)
-        raise ValueError(
-          f"scores of {_tree.join(names)!r} are {found}; "
-          f"{type(self).__name__}.calculate_scores must return real numbers of "
-          f"the parameter's shape {param.shape}"
-        )
 
   def targets(self, params: PyTree) -> Sparsities:
     """Return what `distribute` says, checked leaf by leaf."""
@@ -566,13 +496,13 @@ class BaseUpdater:
       if not due:
         return state
       new = self.update_state(state, params, grads)
-      self._check_structure(state, new)
+      _checks.check_structure(self, state, new)
       return new
     leaves, treedef = jax.tree.flatten(state)
     closed, shape = jax.make_jaxpr(self.update_state, return_shape=True)(
       state, params, grads
     )
-    self._check_structure(state, shape)
+    _checks.check_structure(self, state, shape)
     jaxpr = closed.jaxpr
     changed = [
       i for i, out in enumerate(jaxpr.outvars) if out is not jaxpr.invars[i]
@@ -589,52 +519,6 @@ class BaseUpdater:
     for i, value in zip(changed, new, strict=True):
       leaves[i] = value
     return treedef.unflatten(leaves)
-
-  def _check_structure(self, old: SparseState, new: Any) -> None:
-    given, got = jax.tree.structure(old), jax.tree.structure(new)
-    if got != given:
-      raise ValueError(
-        f"{type(self).__name__}.update_state must return a SparseState of the "
-        f"structure it was given; got {got}, not {given}"
-      )
-
-  def _say_if_idle(self) -> None:
-    name = type(self).__name__
-    if (
-      isinstance(self.scheduler, sparsity_schedules.NoUpdateSchedule)
-      and self.holds_zeros
-      and (self.category.start == "dense-to-sparse" or self.regrows)
-    ):
-      warnings.warn(
-        f"{name} will never change its masks: its scheduler is "
-        "NoUpdateSchedule; pass scheduler=jaxpruner.sparsity_schedules."
-        + ("PeriodicSchedule(…)" if self.regrows else "PolynomialSchedule(…)"),
-        stacklevel=3,
-      )
-
-  def _say_if_zero(self, targets: Sparsities) -> None:
-    wanted = jax.tree.leaves(targets)
-    if wanted and all(isinstance(s, float) and s == 0 for s in wanted):
-      warnings.warn(
-        f"{type(self).__name__} will never prune: its target sparsity is 0; "
-        "pass sparsity_distribution_fn=functools.partial("
-        "jaxpruner.sparsity_distributions.uniform, sparsity=0.8)",
-        stacklevel=4,
-      )
-
-  def _say_if_moments_stay(self, inner_state, params, masks) -> None:
-    if not self.regrows:
-      return
-    stay = _tree.unmatched_moments(
-      inner_state, params, _tree.align(params, masks)
-    )
-    if stay:
-      warnings.warn(
-        f"{type(self).__name__}: the optimizer keeps shared statistics "
-        f"({stay[0]} and {len(stay) - 1} more) that belong to no single "
-        "weight; they are not reset when a weight grows",
-        stacklevel=3,
-      )
 
 
 @dataclasses.dataclass(frozen=True)

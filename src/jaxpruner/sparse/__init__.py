@@ -1,7 +1,7 @@
 """Sparse models that really are smaller and faster.
 
 Names are imported on first use: `import jaxpruner` stays light, and a missing
-extra (numba, safetensors) is felt only by the name that needs it.
+extra (numba) is felt only by the name that needs it.
 """
 
 import importlib
