@@ -16,7 +16,7 @@ from matplotlib import ticker
 from jaxpruner.compare import plan
 from jaxpruner.compare.table import Row
 
-# Okabe and Ito's palette: distinct to colour-blind readers, and in print.
+# Okabe and Ito's palette, then Tol's: distinct to colour-blind readers.
 _COLOURS = (
   "#0072B2",
   "#D55E00",
@@ -26,6 +26,10 @@ _COLOURS = (
   "#56B4E9",
   "#8C6D1F",
   "#7F3C8D",
+  "#332288",
+  "#44AA99",
+  "#882255",
+  "#999933",
 )
 _MARKERS = "osD^vPX*<>ph"
 _STYLE: Any = {
