@@ -13,13 +13,14 @@ import jaxpruner
 ROOT = pathlib.Path(jaxpruner.__file__).parent
 
 # Trees and the engine, in however many files.
-_PRIVATE = {p.stem for p in ROOT.glob("_*.py")} - {"__init__", "_state"}
+_UPDATER = {"_state", "_checks"}
+_PRIVATE = {p.stem for p in ROOT.glob("_*.py")} - {"__init__"} - _UPDATER
 # Each layer may import those before it (and itself, for packages).
 CORE = [
   _PRIVATE | {"mask_calculator"},
   {"sparsity_types"},
   {"sparsity_distributions", "sparsity_schedules"},
-  {"_state", "base_updater"},
+  _UPDATER | {"base_updater"},
   {"algorithms"},
   {"api"},
 ]
