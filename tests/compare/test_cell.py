@@ -3,11 +3,11 @@
 import dataclasses
 import functools
 
+import compare_helpers as helpers
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.compare import helpers
 
 import jaxpruner
 from jaxpruner.compare import cell, plan, program, tasks

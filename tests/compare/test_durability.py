@@ -7,8 +7,8 @@ import signal
 import subprocess
 import time
 
+import compare_helpers as helpers
 import pytest
-from tests.compare import helpers
 
 from jaxpruner.compare import executors, folder, plan
 

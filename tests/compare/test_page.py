@@ -6,8 +6,8 @@ import json
 import math
 import re
 
+import compare_helpers as helpers
 import pytest
-from tests.compare import helpers
 
 from jaxpruner.compare import folder, page, plan, report_command, table
 from jaxpruner.compare.statistics import estimate

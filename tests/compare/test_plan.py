@@ -1,7 +1,7 @@
 """Settings: what is refused, what is filled in, what is listed."""
 
+import compare_helpers as helpers
 import pytest
-from tests.compare import helpers
 
 import jaxpruner
 from jaxpruner.compare import command, plan, tasks

@@ -196,7 +196,9 @@ def _default_jobs() -> int:
 
   if jax.default_backend() != "cpu":
     return 1  # one process owns the accelerator
-  return min(8, len(os.sched_getaffinity(0)))
+  if hasattr(os, "sched_getaffinity"):  # what we may use, where it is known
+    return min(8, len(os.sched_getaffinity(0)))
+  return min(8, os.cpu_count() or 1)
 
 
 def facts(settings: Any) -> dict[str, Any]:
