@@ -62,6 +62,9 @@ def test_a_config_file_gives_way_to_options(tmp_path):
   path.write_text("seed = 7\n")
   with pytest.raises(ValueError, match="did you mean 'seeds'"):
     command.settings_from(args)
+  path.unlink()
+  with pytest.raises(ValueError, match="No such file"):
+    command.settings_from(args)
   path.write_text("seeds = \n")
   with pytest.raises(ValueError, match="not valid TOML"):
     command.settings_from(args)

@@ -49,6 +49,7 @@ def explained(path: pathlib.Path) -> Iterator[None]:
       errno.EPERM: "you may not write there; choose another --out",
       errno.ENOTDIR: "a file is in the way; choose another --out",
       errno.EEXIST: "a file is in the way; choose another --out",
+      errno.ENOENT: "the folder cannot be made there; choose another --out",
     }.get(error.errno or 0, "see the message")
     raise FolderError(
       f"{path}: {error.strerror or error}; {cure}. What was finished is safe: "

@@ -169,6 +169,8 @@ def read_config(path: str) -> dict[str, Any]:
       values = tomllib.load(file)
   except tomllib.TOMLDecodeError as error:
     raise ValueError(f"--config {path}: not valid TOML ({error})") from error
+  except OSError as error:
+    raise ValueError(f"--config {path}: {error.strerror}") from error
   fields = {field.name for field in dataclasses.fields(Settings)}
   for key in values:
     if key not in fields:
