@@ -188,7 +188,7 @@ class _Rows:
     ties = jnp.sum(jnp.where(match, ties, 0), 0, keepdims=True, dtype=COUNT)
 
     low, kept = bracket.low[self.segments], kept[self.segments]
-    size = jnp.asarray(plan.leaf_sizes[self.leaves])
+    whole = jnp.asarray(plan.leaf_sizes[self.leaves])
     some = jnp.ones(kept.shape, jnp.bool_)
     if plan.together:  # else a leaf that is tied keeps some of its ties
       columns = np.arange(ties.shape[1])
@@ -217,7 +217,7 @@ class _Rows:
     found, none = jnp.stack(found).astype(COUNT), np.zeros(len(self.leaves))
     end, _ = _first_reaching(found, kept - before, none, self.columns)
     end += jnp.stack(starts) + 1
-    return jnp.where(kept == 0, 0, jnp.where(some, end, size))
+    return jnp.where(kept == 0, 0, jnp.where(some, end, whole))
 
 
 def _cut_sample(plan: Plan, sample, bracket: Bracket, kept: Array) -> Array:
