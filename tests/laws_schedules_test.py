@@ -165,7 +165,11 @@ nonsense = st.one_of(
 )
 def test_nonsense_raises_at_construction_and_is_named(argument, value):
   good = dict(update_freq=5, update_start_step=0, update_end_step=20, power=3)
-  if argument == "power" and isinstance(value, float) and 0 < value < float("inf"):
+  if (
+    argument == "power"
+    and isinstance(value, float)
+    and 0 < value < float("inf")
+  ):
     return
   with pytest.raises(ValueError, match=argument):
     schedules.PolynomialSchedule(**{**good, argument: value})
