@@ -156,7 +156,7 @@ def ray_cluster(
   travel with the result.
   """
   try:
-    import ray
+    import ray  # pyright: ignore[reportMissingImports]
   except ImportError as error:
     raise ValueError(
       "--executor ray needs Ray: pip install 'jaxpruner[ray]'"

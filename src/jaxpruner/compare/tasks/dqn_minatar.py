@@ -63,7 +63,7 @@ class DqnMinatar(base.Task):
 
   def game_and_params(self) -> tuple[Any, Any]:
     """Return gymnax's environment and its parameters."""
-    import gymnax
+    import gymnax  # pyright: ignore[reportMissingImports]
 
     return gymnax.make(self.game)
 

@@ -107,7 +107,9 @@ class DqnMsPacman(dqn_minatar.DqnMinatar):
 
 def _reset(number: jax.Array, n: int) -> jax.Array:
   def host(number):
-    from ale_py.vector_env import AtariVectorEnv
+    from ale_py.vector_env import (  # pyright: ignore[reportMissingImports]
+      AtariVectorEnv,
+    )
 
     # One life ends an episode only at the end of the game.
     env = AtariVectorEnv(game="ms_pacman", num_envs=n)
