@@ -23,11 +23,11 @@ def _blocks(leaf: Any):
     return
   rows = max(1, _CHUNK // max(1, array[0].size))
   for start in range(0, array.shape[0], rows):
-    for piece in [array[start : start + rows]]:
-      if piece.shape[0] == 1 and piece.size > _CHUNK:
-        yield from _blocks(piece[0])
-      else:
-        yield piece
+    piece = array[start : start + rows]
+    if piece.shape[0] == 1 and piece.size > _CHUNK:
+      yield from _blocks(piece[0])
+    else:
+      yield piece
 
 
 def _size(leaf: Any) -> int:

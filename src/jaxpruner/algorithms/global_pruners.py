@@ -110,8 +110,9 @@ class GlobalPruning(base_updater.BaseUpdater):
           _lazy.lift(lambda x, norm=norm: x / norm, u)
           for u, norm in zip(units, norms, strict=True)
         ]
+      # All ranked leaves head for one request, and a schedule moves them alike.
       ones = mask_calculator.num_ones(
-        sum(u.size for u in units), self._request(wanted, ranked)
+        sum(u.size for u in units), wanted[ranked[0]]
       )
       chosen = mask_calculator.topk_masks(units, ones, together=True)
       for i, mask in zip(ranked, chosen, strict=True):
@@ -120,13 +121,6 @@ class GlobalPruning(base_updater.BaseUpdater):
     return treedef.unflatten(masks)
 
   create_masks.takes_lazy = True  # pyright: ignore[reportFunctionMemberAccess]
-
-  def _request(self, wanted, ranked):
-    # The schedule moves all of them alike.
-    first = wanted[ranked[0]]
-    if isinstance(first, mask_calculator.AtStep):
-      return mask_calculator.AtStep(first.value, self.sparsity)
-    return self.sparsity if isinstance(first, float) else first
 
 
 def _say_if_wiped_out(names, masks) -> None:

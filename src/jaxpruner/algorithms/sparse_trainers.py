@@ -131,8 +131,9 @@ class SET(StaticRandomSparse):
     picked = [i for i, mask in enumerate(masks) if mask is not None]
     if not picked:
       return sparse_state
-    for scores in (drop, grow):
-      entries = _tree.align(params, scores, "scores")
+    drop_entries = _tree.align(params, drop, "scores")
+    grow_entries = _tree.align(params, grow, "scores")
+    for entries in (drop_entries, grow_entries):
       base_updater.refuse_nan([(leaves[i][0], entries[i]) for i in picked])
     kinds = self._types([leaves[i] for i in picked], among=leaves)
     for kind, i in zip(kinds, picked, strict=True):
@@ -145,8 +146,6 @@ class SET(StaticRandomSparse):
     fraction = jnp.where(
       sparse_state.count == 0, 0, self.drop_fraction_at(sparse_state.count)
     )
-    drop_entries = _tree.align(params, drop, "scores")
-    grow_entries = _tree.align(params, grow, "scores")
     active, counts, drop_units, grow_units = [], [], [], []
     for kind, i in zip(kinds, picked, strict=True):
       mask = self._unpack(masks[i], leaves[i][1])
