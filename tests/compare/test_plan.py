@@ -8,13 +8,17 @@ from jaxpruner.compare import command, plan, tasks
 
 
 @pytest.mark.quick
-def test_every_registered_algorithm_that_fits_is_in_the_default_plan():
+def test_the_default_plan_is_the_papers_algorithms():
   found = {cell.algorithm for cell in plan.cells(plan.Settings())}
-  assert set(plan.BASELINES) <= found
-  assert {"magnitude", "rigl", "set", "static_sparse"} <= found
+  assert found == {*plan.BASELINES, *plan.DEFAULT}
+
+
+@pytest.mark.quick
+def test_all_names_every_registered_algorithm_that_fits():
+  settings = plan.Settings(algorithms=("all",))
+  found = {cell.algorithm for cell in plan.cells(settings)}
+  assert found == {*plan.BASELINES, *plan.fitting_algorithms()}
   assert "no_prune" not in found
-  registered = set(jaxpruner.all_algorithm_names())
-  assert found - set(plan.BASELINES) <= registered
 
 
 def test_a_newly_registered_algorithm_is_enrolled(monkeypatch):

@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   """Declare the options; each default is the task's or `Settings`'s own."""
   add = parser.add_argument
   add("--task", help="what is trained (default: digits); see --list")
-  add("--algorithms", help="comma-separated (default: all that fit)")
+  add("--algorithms", help="comma-separated, or all (default: the paper's)")
   add("--sparsity", help="fractions removed, such as 0.8,0.9,0.95")
   add("--seeds", type=int, help="how many seeds (default: 3)")
   add("--type", help="sparsity type: 2:4, 4x4, channel_0 (default: none)")
@@ -256,9 +256,11 @@ def print_list() -> None:
     summary = (cls.__doc__ or "").strip().splitlines()[0]
     print(f"  {name:14} {summary}\n{'':17}{options}")
   print("\nalgorithms")
-  fitting = plan.fitting_algorithms()
+  fitting, default = plan.fitting_algorithms(), plan.default_algorithms()
   for name in jaxpruner.all_algorithm_names():
     if name == "no_prune":
       continue
-    note = "" if name in fitting else " (needs more than a training loop)"
+    note = "" if name in default else " (with --algorithms)"
+    if name not in fitting:
+      note = " (needs more than a training loop)"
     print(f"  {name:18} {plan.group(name).title}{note}")

@@ -14,6 +14,20 @@ import jaxpruner
 from jaxpruner.compare import tasks
 
 BASELINES = ("dense", "small_dense")
+# What a comparison shows unless told otherwise: the paper's algorithms, in few
+# minutes on two cores. "all" names every one.
+DEFAULT = (
+  "magnitude",
+  "random",
+  "saliency",
+  "magnitude_ste",
+  "random_ste",
+  "global_magnitude",
+  "global_saliency",
+  "static_sparse",
+  "set",
+  "rigl",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,7 +36,8 @@ class Settings:
 
   Attributes:
     task: a name in `tasks.TASKS`.
-    algorithms: registry names; empty means every one that fits the task.
+    algorithms: registry names; empty means `DEFAULT` and those registered
+      outside the library, "all" every one that fits a training loop.
     sparsity: fractions of weights removed.
     seeds: how many seeds, 0, 1, ...
     type: a sparsity type such as "2:4"; "" is unstructured.
@@ -58,7 +73,7 @@ class Settings:
           f"--sparsity {value}: the fraction removed must lie strictly "
           "between 0 and 1 (0.8 removes 80 %)"
         )
-    known = jaxpruner.all_algorithm_names()
+    known = ("all", *jaxpruner.all_algorithm_names())
     for name in self.algorithms:
       if name not in known:
         near = difflib.get_close_matches(name, known, 1)
@@ -121,9 +136,24 @@ def _fits(category: Any) -> bool:
   )
 
 
+def default_algorithms() -> list[str]:
+  """Return the paper's algorithms, and those you registered yourself."""
+  return [
+    name
+    for name in fitting_algorithms()
+    if name in DEFAULT or not _is_ours(jaxpruner.algorithm_class(name))
+  ]
+
+
+def _is_ours(algorithm: type) -> bool:
+  return algorithm.__module__.partition(".")[0] == "jaxpruner"
+
+
 def cells(settings: Settings) -> list[Cell]:
   """Return the baselines and the algorithms at every sparsity, in order."""
-  names = list(settings.algorithms) or fitting_algorithms()
+  names = list(settings.algorithms) or default_algorithms()
+  if "all" in names:
+    names = fitting_algorithms()
   plan = [Cell("dense", 0.0)]
   for sparsity in settings.sparsity:
     plan += [Cell(name, sparsity) for name in ("small_dense", *names)]
