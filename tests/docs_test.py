@@ -14,6 +14,7 @@ PAGES = sorted([ROOT / "README.md", *ROOT.glob("docs/*.md")])
 MODULES = [
   "jaxpruner.algorithms.pruners",
   "jaxpruner.api",
+  "jaxpruner.doctor",
   "jaxpruner.utils",
 ]
 

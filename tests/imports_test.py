@@ -23,6 +23,7 @@ CORE = [
   _UPDATER | {"base_updater"},
   {"algorithms"},
   {"api"},
+  {"doctor"},
 ]
 BOTTOM = CORE[0] | CORE[1]
 # Stand beside the core: they know trees, masks and types, not algorithms.

@@ -33,6 +33,7 @@ from jaxpruner.api import (
   register_algorithm,
 )
 from jaxpruner.base_updater import BaseUpdater, NoPruning
+from jaxpruner.doctor import check
 from jaxpruner.sparsity_types import (
   Block,
   Channel,
@@ -73,6 +74,7 @@ __all__ = [
   "algorithms",
   "all_algorithm_names",
   "apply_mask",
+  "check",
   "config_from_updater",
   "create_updater_from_config",
   "find_state",
