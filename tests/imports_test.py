@@ -27,7 +27,7 @@ CORE = [
 ]
 BOTTOM = CORE[0] | CORE[1]
 # Stand beside the core: they know trees, masks and types, not algorithms.
-BESIDE = ("utils", "report", "sparse")
+BESIDE = ("utils", "metrics", "report", "sparse")
 # Live on public names alone.
 OUTSIDE = ("cli", "compare", "integrations")
 

@@ -34,6 +34,7 @@ from jaxpruner.api import (
 )
 from jaxpruner.base_updater import BaseUpdater, NoPruning
 from jaxpruner.doctor import check
+from jaxpruner.metrics import layers_near_collapse, state_metrics
 from jaxpruner.sparsity_types import (
   Block,
   Channel,
@@ -78,6 +79,7 @@ __all__ = [
   "config_from_updater",
   "create_updater_from_config",
   "find_state",
+  "layers_near_collapse",
   "mask_calculator",
   "parse_sparsity_type",
   "register_algorithm",
@@ -86,6 +88,7 @@ __all__ = [
   "sparsity_schedules",
   "sparsity_table",
   "sparsity_types",
+  "state_metrics",
   "summarize_intersection",
   "summarize_sparsity",
 ]

@@ -22,7 +22,13 @@ def check_fields(updater: Any) -> None:
         f"scheduler={updater.scheduler!r} has no method {name}; use one of "
         "jaxpruner.sparsity_schedules, such as OneShotSchedule(0)"
       )
-  for name in ("skip_gradients", "is_sparse_gradients", "use_packed_masks"):
+  for name in (
+    "skip_gradients",
+    "is_sparse_gradients",
+    "use_packed_masks",
+    "track_exploration",
+    "continue_sparse",
+  ):
     if not isinstance(getattr(updater, name), bool | np.bool_):
       raise ValueError(
         f"{name}={getattr(updater, name)!r} must be True or False"

@@ -43,6 +43,26 @@ class Category:
   cost: str = ""
 
 
+class Tally(NamedTuple):
+  """What mask updates count as they go, one uint32 per prunable leaf.
+
+  Attributes:
+    size: weights.
+    kept: weights under a one of the mask.
+    grown: weights the last mask update brought in.
+    dropped: weights it removed.
+    reset: weights that came in with fresh optimizer moments.
+    explored: weights that were ever kept, if the updater tracks them.
+  """
+
+  size: Array
+  kept: Array
+  grown: Array
+  dropped: Array
+  reset: Array
+  explored: Array | None = None
+
+
 class SparseState(NamedTuple):
   """What must survive a checkpoint: an Optax state.
 
@@ -54,6 +74,9 @@ class SparseState(NamedTuple):
     key: PRNG key data of algorithms that draw, else None.
     skipped: per prunable leaf, the mask updates refused because a score was
       not finite.
+    stats: what an algorithm of its own remembers from step to step.
+    explored: the union of all masks so far, if the updater tracks it.
+    tally: counts of the last mask update; see `state_metrics`.
   """
 
   masks: Masks
@@ -62,6 +85,9 @@ class SparseState(NamedTuple):
   count: Any = None
   key: Any = None
   skipped: Any = None
+  stats: Any = None
+  explored: Masks = None
+  tally: Tally | None = None
 
 
 def apply_mask(param: Array, mask: Any, is_packed: bool = False) -> Array:
@@ -103,6 +129,37 @@ def check_fit(
       f"{shape}; packed masks need is_packed=True (use_packed_masks), others "
       "False"
     )
+
+
+def count_ones(mask: Array) -> Array:
+  """Return the ones of a mask, packed or not, as uint32."""
+  return jnp.sum(jax.lax.population_count(mask), dtype=jnp.uint32)
+
+
+def new_tally(leaves: list[Any], masks: list[Any], tracked: bool) -> Tally:
+  """Return the counts before the first update."""
+  size = jnp.asarray(np.array([leaf.size for leaf in leaves], np.uint32))
+  kept = jnp.stack([count_ones(mask) for mask in masks])
+  # Buffers of their own: a state that is donated may hold none twice.
+  grown, dropped, reset = (jnp.zeros_like(kept) for _ in range(3))
+  explored = jnp.copy(kept) if tracked else None
+  return Tally(size, kept, grown, dropped, reset, explored)
+
+
+def update_tally(
+  tally: Tally, old: list[Any], new: list[Any], seen: list[Any], fresh: bool
+) -> Tally:
+  """Return the counts of an update from masks to masks."""
+  kept = jnp.stack([count_ones(b) for b in new])
+  # On bits and on bytes of 0 and 1 alike.
+  grown = jnp.stack([count_ones(b & ~a) for a, b in zip(old, new, strict=True)])
+  return tally._replace(
+    kept=kept,
+    grown=grown,
+    dropped=tally.kept + grown - kept,
+    reset=grown if fresh else tally.reset,
+    explored=jnp.stack([count_ones(s) for s in seen]) if seen else None,
+  )
 
 
 def find_state(opt_state: PyTree) -> SparseState:
@@ -209,8 +266,7 @@ def frozen(value: Any) -> Any:
   if isinstance(value, list | tuple):
     return tuple(map(frozen, value))
   if isinstance(value, jax.Array | np.ndarray):
-    array = np.asarray(
-      seed_data(value) if isinstance(value, jax.Array) else value
-    )
+    is_key = jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
+    array = np.asarray(seed_data(value) if is_key else value)
     return (array.shape, array.dtype.str, array.tobytes())
   return value

@@ -28,13 +28,16 @@ from jaxpruner._state import (
   SparseState,
   Sparsities,
   apply_mask,
+  count_ones,
   draw,
   find_state,
   frozen,
+  new_tally,
   params_key,
   refuse_nan,
   seed_data,
   unpack_mask,
+  update_tally,
 )
 
 UNSET = functools.partial(sparsity_distributions.uniform, sparsity=0.0)
@@ -55,6 +58,11 @@ class BaseUpdater:
     rng_seed: int or key; by default derived from the parameters at `init`.
     use_packed_masks: store 1 bit per weight instead of 8.
     topk_fn: `(scores, sparsity) -> mask`, instead of a sparsity type.
+    track_exploration: also keep the union of all masks so far, another byte (or
+      bit) per weight: the share of weights ever trained (Liu et al., 2021).
+    continue_sparse: start from a sparse model: weights that are zero at `init`
+      are pruned already. Masks then only change once the schedule asks for
+      fewer weights than are left.
   """
 
   scheduler: Any = sparsity_schedules.NoUpdateSchedule()
@@ -65,6 +73,8 @@ class BaseUpdater:
   rng_seed: Any = None
   use_packed_masks: bool = False
   topk_fn: Callable[[Array, Any], Array] | None = None
+  track_exploration: bool = False
+  continue_sparse: bool = False
 
   category: ClassVar[Category] = Category()
   # Whether weights under the mask are kept at zero in the parameters.
@@ -95,7 +105,30 @@ class BaseUpdater:
     fields = dataclasses.fields(self)
     return tuple(frozen(getattr(self, field.name)) for field in fields)
 
+  @property
+  def needs(self) -> frozenset[str]:
+    """What it takes to compute masks; parts may add to the category's."""
+    return self.category.needs
+
   # --- what an algorithm may override -------------------------------------
+
+  def bind(
+    self,
+    loss: Callable[[PyTree, Any], Array],
+    batch: PyTree,
+    apply: Callable[[PyTree, Any], Array] | None = None,
+    inputs: PyTree = None,
+  ) -> "BaseUpdater":
+    """Return the updater with what pruning at initialization looks at.
+
+    Args:
+      loss: `(params, batch) -> scalar`.
+      batch: examples for the loss.
+      apply: `(params, inputs) -> outputs`, for what needs no labels.
+      inputs: what `apply` takes; only its shape may matter.
+    """
+    del loss, batch, apply, inputs
+    return self
 
   def calculate_scores(
     self,
@@ -132,6 +165,18 @@ class BaseUpdater:
       name="target_sparsities",
     )
 
+  def init_stats(self, params: PyTree, masks: Masks) -> Any:
+    """Return what the algorithm remembers from step to step: nothing."""
+    del params, masks
+    return None
+
+  def observe(
+    self, state: SparseState, params: PyTree, grads: PyTree
+  ) -> SparseState:
+    """Return the state after a look at this step's gradients; a hook."""
+    del params, grads
+    return state
+
   def update_state(
     self, sparse_state: SparseState, params: PyTree, grads: PyTree
   ) -> SparseState:
@@ -147,6 +192,15 @@ class BaseUpdater:
     sparsities = self.sparsities_at(sparse_state, params, sparse_state.count)
     masks = self.create_masks(scores, sparsities)
     return self.replace_masks(sparse_state, params, masks, scores)
+
+  def prepare_gradients(
+    self, grads: PyTree, state: SparseState, params: PyTree
+  ) -> PyTree:
+    """Return the gradients the optimizer sees."""
+    del params
+    if not self.is_sparse_gradients:
+      return grads
+    return self.apply_masks(grads, state.masks)
 
   def confine(
     self, updates: PyTree, state: SparseState, params: PyTree
@@ -177,6 +231,10 @@ class BaseUpdater:
     """Return the state after an update; a hook for per-step masks."""
     del params, updates
     return state
+
+  def trained_masks(self, state: SparseState) -> Masks:
+    """Return the masks of the weights that are trained; None means all."""
+    return state.masks if self.holds_zeros else None
 
   def pre_forward_update(self, params: PyTree, opt_state: PyTree) -> PyTree:
     """Return the parameters the forward pass should see."""
@@ -227,12 +285,12 @@ class BaseUpdater:
       _checks.check_masks(
         params, state.masks, self.use_packed_masks, state.target_sparsities
       )
-      if self.is_sparse_gradients or "gradients" in self.category.needs:
+      if self.is_sparse_gradients or "gradients" in self.needs:
         _tree.align(params, updates, "grads")  # raises where they differ
+      state = self.observe(state, params, updates)
       due = self.scheduler.is_mask_update_iter(state.count)
       state = self._update_if(due, state, params, updates)
-      if self.is_sparse_gradients:
-        updates = self.apply_masks(updates, state.masks)
+      updates = self.prepare_gradients(updates, state, params)
       new_updates, inner_state = inner.update(
         updates, state.inner_state, params, **extra
       )
@@ -264,7 +322,8 @@ class BaseUpdater:
         inner_state=inner_state,
         count=optax.safe_increment(state.count),
       )
-      return new_updates, self.after_update(state, params, new_updates)
+      after = self.after_update(state, params, new_updates)
+      return new_updates, self._tallied(state, after, params)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
@@ -273,7 +332,7 @@ class BaseUpdater:
     targets = self.targets(params)
     _checks.say_if_zero(self, targets)
     key = None
-    if "random" in self.category.needs:
+    if "random" in self.needs:
       key = self._key(params)
     state = SparseState(
       masks=None,
@@ -285,12 +344,22 @@ class BaseUpdater:
       count=jnp.zeros([], jnp.int32),
       key=key,
     )
-    masks = self.get_initial_masks(params, targets)
-    pruned = sum(s is not None for s in _tree.align(params, targets))
+    if self.continue_sparse:
+      masks = self._masks_of_zeros(params, targets)
+    else:
+      masks = self.get_initial_masks(params, targets)
+    stats, masks = self.init_stats(params, masks), self._pack(masks)
+    leaves, held = self._held(params, masks)
+    if not held:  # checkpoints refuse empty arrays
+      return state._replace(masks=masks, stats=stats)
     return state._replace(
-      masks=self._pack(masks),
-      # Checkpoints refuse empty arrays.
-      skipped=jnp.zeros([pruned], jnp.int32) if pruned else None,
+      masks=masks,
+      stats=stats,
+      skipped=jnp.zeros([len(held)], jnp.int32),
+      explored=jax.tree.map(jnp.copy, masks)
+      if self.track_exploration
+      else None,
+      tally=new_tally(leaves, held, self.track_exploration),
     )
 
   def instant_sparsify(
@@ -303,7 +372,7 @@ class BaseUpdater:
         "how much to remove; pass functools.partial("
         "jaxpruner.sparsity_distributions.uniform, sparsity=0.8)"
       )
-    if "gradients" in self.category.needs and grads is None:
+    if "gradients" in self.needs and grads is None:
       raise ValueError(
         f"instant_sparsify: {type(self).__name__} scores weights by their "
         "gradients; pass grads="
@@ -417,7 +486,10 @@ class BaseUpdater:
         jnp.array(True),
       )
       packed = self._pack(mask)
-      new[i] = jnp.where(finite, packed, old[i])
+      kept = finite
+      if self.continue_sparse and not self.regrows:
+        kept &= count_ones(packed) <= count_ones(old[i])
+      new[i] = jnp.where(kept, packed, old[i])
       skipped.append(1 - finite.astype(jnp.int32))
     return state._replace(
       masks=treedef.unflatten(new),
@@ -447,6 +519,46 @@ class BaseUpdater:
     for i, score in zip(drawn, scores, strict=True):
       result[i] = score
     return treedef.unflatten(result)
+
+  def _masks_of_zeros(self, params: PyTree, targets: Sparsities) -> Masks:
+    return _tree.map_masks(
+      lambda _, p, s: (
+        None if s is None else (p != 0).astype(mask_calculator.MASK_DTYPE)
+      ),
+      params,
+      targets,
+    )
+
+  def _held(self, params: PyTree, masks: Masks) -> tuple[list[Any], list[Any]]:
+    """Return the prunable leaves and their masks."""
+    pairs = zip(
+      jax.tree.leaves(params), _tree.align(params, masks), strict=True
+    )
+    held = [pair for pair in pairs if pair[1] is not None]
+    return [leaf for leaf, _ in held], [mask for _, mask in held]
+
+  def _tallied(
+    self, old: SparseState, new: SparseState, params: PyTree
+  ) -> SparseState:
+    """Return the new state with its masks counted, if they changed."""
+    before = self._held(params, old.masks)[1]
+    after = self._held(params, new.masks)[1]
+    if old.tally is None or all(
+      a is b for a, b in zip(before, after, strict=True)
+    ):
+      return new
+    if new.explored is not None:
+      seen = jax.tree.map(jnp.bitwise_or, new.explored, new.masks)
+      new = new._replace(explored=seen)
+    seen = jax.tree.leaves(new.explored)
+    return new._replace(
+      tally=update_tally(old.tally, before, after, seen, self.regrows)
+    )
+
+  def _updated(self, state, params, grads) -> SparseState:
+    new = self.update_state(state, params, grads)
+    _checks.check_structure(self, state, new)
+    return self._tallied(state, new, params)
 
   def _key(self, params: PyTree) -> Array:
     if self.rng_seed is None:
@@ -495,14 +607,9 @@ class BaseUpdater:
       # An eager conditional would be compiled anew at every step.
       if not due:
         return state
-      new = self.update_state(state, params, grads)
-      _checks.check_structure(self, state, new)
-      return new
+      return self._updated(state, params, grads)
     leaves, treedef = jax.tree.flatten(state)
-    closed, shape = jax.make_jaxpr(self.update_state, return_shape=True)(
-      state, params, grads
-    )
-    _checks.check_structure(self, state, shape)
+    closed = jax.make_jaxpr(self._updated)(state, params, grads)
     jaxpr = closed.jaxpr
     changed = [
       i for i, out in enumerate(jaxpr.outvars) if out is not jaxpr.invars[i]
