@@ -1,0 +1,108 @@
+"""Flower: a strategy that prunes on the server and sends kept weights only."""
+
+import functools
+
+import framework
+import jax
+import numpy as np
+import pytest
+from framework import SPARSITY, assert_same, assert_sparse, make_pruner
+
+framework.require("flower", "flwr")
+
+from flwr.common import (
+  Code,
+  FitRes,
+  Status,
+  ndarrays_to_parameters,
+  parameters_to_ndarrays,
+)
+from flwr.server import Server
+from flwr.server.client_manager import SimpleClientManager
+from flwr.server.client_proxy import ClientProxy
+
+from jaxpruner.integrations import flower
+
+SHAPE = (32, 64)
+
+
+def make_params():
+  rng = np.random.default_rng(0)
+  return {
+    "dense": {
+      "kernel": rng.normal(size=SHAPE).astype(np.float32),
+      "bias": np.zeros(64, np.float32),
+    }
+  }
+
+
+class Client(ClientProxy):
+  """A client in this process: it pulls weights towards a matrix of its own."""
+
+  def __init__(self, cid, seed):
+    super().__init__(cid)
+    self.goal = np.random.default_rng(seed).normal(size=SHAPE)
+    self.sizes = []
+
+  def fit(self, ins, timeout, group_id):
+    arrays = parameters_to_ndarrays(ins.parameters)
+    (bias, kernel), masks = flower.receive(arrays)
+    kernel = kernel + 0.1 * (self.goal - kernel).astype(np.float32)
+    answer = ndarrays_to_parameters(flower.reply([bias + 1, kernel], masks))
+    self.sizes.append(sum(map(len, answer.tensors)))
+    return FitRes(Status(Code.OK, ""), answer, 10, {})
+
+  def evaluate(self, ins, timeout, group_id): ...
+  def get_properties(self, ins, timeout, group_id): ...
+  def get_parameters(self, ins, timeout, group_id): ...
+  def reconnect(self, ins, timeout, group_id): ...
+
+
+@functools.cache
+def trained(algorithm="magnitude"):
+  strategy = flower.SparseFedAvg(  # added
+    make_pruner(algorithm), make_params(), fraction_evaluate=0.0
+  )
+  manager = SimpleClientManager()
+  clients = [Client(str(i), i) for i in range(2)]
+  for client in clients:
+    manager.register(client)
+  server = Server(client_manager=manager, strategy=strategy)
+  history, _ = server.fit(framework.STEPS, timeout=60)
+  return strategy, history, clients
+
+
+@pytest.mark.parametrize("algorithm", ["magnitude", "set"])
+def test_the_server_ends_exactly_sparse(algorithm):
+  strategy, _, _ = trained(algorithm)
+  assert_sparse(strategy.params, strategy.opt_state)
+  bias = strategy.params["dense"]["bias"]
+  assert (np.asarray(bias) > framework.STEPS * 0.6).all()  # averaged as ever
+
+
+def test_bytes_on_the_wire_fall_and_are_reported():
+  _, history, clients = trained()
+  metrics = {k: dict(v) for k, v in history.metrics_distributed_fit.items()}
+  last = framework.STEPS
+  assert metrics["sparsity"][last] == SPARSITY
+  # 4 bytes per kept weight and 1 bit per weight, and NumPy's headers.
+  kept, size = (1 - SPARSITY) * np.prod(SHAPE), np.prod(SHAPE)
+  assert metrics["bytes_up"][last] <= 4 * kept + 4 * 64 + 2 * 256
+  assert metrics["bytes_down"][last] <= 4 * kept + 4 * 64 + size / 8 + 6 * 256
+  assert metrics["bytes_up"][last] == clients[0].sizes[-1]
+  assert metrics["bytes_dense"][last] == 4 * size + 4 * 64
+
+
+def test_a_message_is_read_back_as_it_was():
+  strategy, _, _ = trained()
+  weights, masks = flower.receive(strategy._message())
+  assert_same(
+    weights, [np.asarray(x) for x in jax.tree.leaves(strategy.params)]
+  )
+  kernel = jax.tree.leaves(strategy.opt_state.masks)[0]
+  np.testing.assert_array_equal(masks[1], np.asarray(kernel).astype(bool))
+
+
+def test_gradient_growth_is_refused():
+  with pytest.raises(ValueError, match="clients do not send"):
+    flower.SparseFedAvg(make_pruner("rigl"), make_params())
