@@ -19,7 +19,8 @@ _PRIVATE = {p.stem for p in ROOT.glob("_*.py")} - {"__init__"} - _UPDATER
 CORE = [
   _PRIVATE | {"mask_calculator"},
   {"sparsity_types"},
-  {"sparsity_distributions", "sparsity_schedules"},
+  {"sparsity_distributions", "sparsity_schedules"}
+  | {"criteria", "redistribution"},
   _UPDATER | {"base_updater"},
   {"algorithms"},
   {"api"},

@@ -5,7 +5,9 @@ from typing import Any
 
 from jaxpruner import (
   algorithms,
+  criteria,
   mask_calculator,
+  redistribution,
   sparsity_distributions,
   sparsity_schedules,
   sparsity_types,
@@ -17,6 +19,7 @@ from jaxpruner.algorithms import (
   GlobalSaliencyPruning,
   MagnitudePruning,
   RandomPruning,
+  Rewiring,
   RigL,
   SaliencyPruning,
   StaticRandomSparse,
@@ -63,6 +66,7 @@ __all__ = [
   "NbyM",
   "NoPruning",
   "RandomPruning",
+  "Rewiring",
   "RigL",
   "SaliencyPruning",
   "SparseState",
@@ -78,10 +82,12 @@ __all__ = [
   "check",
   "config_from_updater",
   "create_updater_from_config",
+  "criteria",
   "find_state",
   "layers_near_collapse",
   "mask_calculator",
   "parse_sparsity_type",
+  "redistribution",
   "register_algorithm",
   "sparse",  # pyright: ignore[reportUnsupportedDunderAll]
   "sparsity_distributions",

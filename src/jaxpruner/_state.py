@@ -87,7 +87,7 @@ class SparseState(NamedTuple):
   skipped: Any = None
   stats: Any = None
   explored: Masks = None
-  tally: Tally | None = None
+  tally: Any = None  # a Tally
 
 
 def apply_mask(param: Array, mask: Any, is_packed: bool = False) -> Array:

@@ -10,6 +10,8 @@ from jaxpruner import (
   _tree,
   algorithms,
   base_updater,
+  criteria,
+  redistribution,
   sparsity_distributions,
   sparsity_schedules,
   sparsity_types,
@@ -82,6 +84,25 @@ _SCHEDULES = {
   "one_shot": sparsity_schedules.OneShotSchedule,
   "periodic": sparsity_schedules.PeriodicSchedule,
   "polynomial": sparsity_schedules.PolynomialSchedule,
+}
+
+
+_CRITERIA = {
+  "magnitude": criteria.Magnitude,
+  "gradient": criteria.Gradient,
+  "momentum": criteria.Momentum,
+  "random": criteria.Random,
+  "magnitude_gradient": criteria.MagnitudeGradient,
+}
+
+# Fields that hold an object, and the names these have in configuration.
+_PARTS = {
+  "drop": _CRITERIA,
+  "grow": _CRITERIA,
+  "redistribute": {
+    "momentum": redistribution.ByMomentum,
+    "survivors": redistribution.BySurvivors,
+  },
 }
 
 
@@ -172,6 +193,9 @@ def create_updater_from_config(
         pruners work from 25 % to 75 % of training, sparse trainers rewire every
         100 steps until 75 %. `schedule` ("none", "one_shot", "periodic",
         "polynomial") overrides the choice,
+      - `drop`, `grow`: "magnitude", "gradient", "momentum", "random" or
+        "magnitude_gradient"; `redistribute`: "momentum" or "survivors": the
+        parts of dynamic sparse training, or `{"name": …, field: value}`,
       - any further field of the algorithm, such as `drop_fraction`,
         `rng_seed`, `use_packed_masks`, `skip_gradients`.
 
@@ -214,7 +238,11 @@ def create_updater_from_config(
       )
   if cls.category.start == "dense":
     return cls()
-  kwargs = {key: config[key] for key in config if key in fields}
+  kwargs = {
+    key: _part(key, value) if key in _PARTS else value
+    for key, value in config.items()
+    if key in fields
+  }
   kwargs["sparsity_type"] = parse_sparsity_type(config.get("sparsity_type"))
   kwargs.update(_distribution(cls, config, kwargs["sparsity_type"], fields))
   kwargs["scheduler"] = _schedule(cls, config)
@@ -277,6 +305,11 @@ def _knows_sparsity(sparsity_type) -> bool:
   return any(isinstance(kind, sparsity_types.NByM) for kind in kinds)
 
 
+def _rewires(cls) -> bool:
+  """Tell whether the masks change at a sparsity that does not."""
+  return cls.regrows and cls.category.start == "sparse-to-sparse"
+
+
 def _schedule(cls, config) -> sparsity_schedules.BaseSchedule:
   """Return the schedule, its gaps filled from `total_steps`."""
   for key, least in _STEPS.items():
@@ -296,7 +329,7 @@ def _schedule(cls, config) -> sparsity_schedules.BaseSchedule:
       # At least ten updates, however short the training.
       freq = max(1, min(100, end // 10))
     if start is None:
-      start = min(freq, end) if cls.regrows else min(total // 4, end)
+      start = min(freq, end) if _rewires(cls) else min(total // 4, end)
   kind = config.get("schedule")
   if kind == "none":
     return sparsity_schedules.NoUpdateSchedule()
@@ -313,7 +346,7 @@ def _schedule(cls, config) -> sparsity_schedules.BaseSchedule:
       "one_shot"
       if start == end
       else "periodic"
-      if cls.regrows
+      if _rewires(cls)
       else "polynomial"
     )
   if not isinstance(kind, str) or kind not in _SCHEDULES:
@@ -376,9 +409,44 @@ def config_from_updater(updater: base_updater.BaseUpdater) -> dict[str, Any]:
     elif field.name == "custom_sparsity_map":
       if value:
         config[field.name] = _spell_map(value)
-    elif base_updater.frozen(value) != base_updater.frozen(field.default):
+    elif base_updater.frozen(value) == base_updater.frozen(field.default):
+      continue
+    elif field.name in _PARTS:
+      config[field.name] = _spell_part(field.name, value)
+    else:
       config[field.name] = _spell_value(field.name, value)
   return config
+
+
+def _part(field: str, spec: Any) -> Any:
+  """Return the object that a name, or a mapping with one, stands for."""
+  if not isinstance(spec, str | Mapping):
+    return spec
+  options = {"name": spec} if isinstance(spec, str) else dict(spec)
+  name = str(options.pop("name", ""))
+  cls = _PARTS[field].get(name)
+  if cls is None:
+    raise ValueError(
+      f"{field}={spec!r} is unknown; {_tree.nearest(name, _PARTS[field])}"
+    )
+  known = {f.name for f in dataclasses.fields(cls)}
+  for option in options:
+    if option not in known:
+      raise ValueError(
+        f"{field}={spec!r}: {name!r} has no {option!r}; "
+        f"{_tree.nearest(option, known)}"
+      )
+  return cls(**options)
+
+
+def _spell_part(field: str, part: Any) -> Any:
+  names = {cls: name for name, cls in _PARTS[field].items()}
+  if type(part) not in names:
+    return _spell_value(field, part)
+  name, plain = names[type(part)], type(part)()
+  if part == plain:
+    return name
+  return {"name": name, **dataclasses.asdict(part)}
 
 
 def _plain(value: Any) -> Any:

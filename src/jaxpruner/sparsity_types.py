@@ -96,6 +96,11 @@ class SparsityType:
     """Return among how many units of a leaf the choice is made."""
     return math.prod(shape)
 
+  def groups(self, shape: Shape) -> int:
+    """Return how many such choices a leaf holds: one, unless grouped."""
+    del shape
+    return 1
+
   def ones(self, shape: Shape, sparsity: Any) -> Any:
     """Return how many of these units are kept."""
     return mask_calculator.num_ones(self.units(shape), sparsity)
@@ -170,6 +175,13 @@ class NByM(SparsityType):
   def units(self, shape: Shape) -> int:
     del shape
     return self.m
+
+  def groups(self, shape: Shape) -> int:
+    return math.prod(shape) // self.m
+
+  def choose(self, scores: Array, ones: Any) -> Array:
+    """Return the mask with this many ones in every group."""
+    return mask_calculator.n_by_m_mask(scores, ones, self.m, self.axis)
 
   def ones(self, shape: Shape, sparsity: Any) -> Any:
     """Return how many weights of each group are kept."""
@@ -297,10 +309,10 @@ def select(
 ) -> list[Array]:
   """Choose the highest units of each leaf.
 
-  All leaves with a free choice go through one search; N:M groups are ranked
-  each by itself.
+  All leaves with a free choice go through one search; a type with groups ranks
+  each by itself, in its own `choose`.
   """
-  free = [i for i, kind in enumerate(types) if not isinstance(kind, NByM)]
+  free = [i for i, kind in enumerate(types) if not hasattr(kind, "choose")]
   chosen: dict[int, Array] = dict(
     zip(
       free,
@@ -311,12 +323,10 @@ def select(
     )
   )
   for i, kind in enumerate(types):
-    if isinstance(kind, NByM):
+    if i not in chosen:
       scores = _lazy.value(units[i])
       chosen[i] = _tree.with_auto_axes(
-        lambda scores, n, kind=kind: mask_calculator.n_by_m_mask(
-          scores, n, kind.m, kind.axis
-        ),
+        kind.choose,  # pyright: ignore[reportAttributeAccessIssue]
         scores,
         ones[i],
         like=scores,

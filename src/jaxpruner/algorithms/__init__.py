@@ -11,6 +11,7 @@ from jaxpruner.algorithms.pruners import (
 )
 from jaxpruner.algorithms.sparse_trainers import (
   SET,
+  Rewiring,
   RigL,
   StaticRandomSparse,
 )
@@ -22,6 +23,7 @@ __all__ = [
   "GlobalSaliencyPruning",
   "MagnitudePruning",
   "RandomPruning",
+  "Rewiring",
   "RigL",
   "SaliencyPruning",
   "SteMagnitudePruning",
