@@ -87,6 +87,13 @@ def test_what_stands_beside_the_core_knows_its_bottom_only(name):
       assert imports(path) <= allowed, path
 
 
+def test_pruning_after_training_knows_the_core_and_the_sparse_files():
+  allowed = set().union(*CORE) | {"sparse", "post_training", "sources"}
+  for path in files("post_training"):
+    if not path.stem.endswith("command"):
+      assert imports(path) <= allowed, path
+
+
 @pytest.mark.parametrize("name", OUTSIDE)
 def test_what_stands_outside_uses_public_names_only(name):
   for path in files(name):

@@ -87,6 +87,7 @@ __all__ = [
   "layers_near_collapse",
   "mask_calculator",
   "parse_sparsity_type",
+  "post_training",  # pyright: ignore[reportUnsupportedDunderAll]
   "redistribution",
   "register_algorithm",
   "sparse",  # pyright: ignore[reportUnsupportedDunderAll]
@@ -102,6 +103,6 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
   # Formats and files are imported on use: `import jaxpruner` stays light.
-  if name in ("sparse", "report"):
+  if name in ("sparse", "report", "post_training"):
     return importlib.import_module(f"jaxpruner.{name}")
   raise AttributeError(f"module 'jaxpruner' has no attribute {name!r}")

@@ -1,0 +1,196 @@
+"""Statistics of the activations that meet each weight of a function."""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpruner import _tree
+from jaxpruner.post_training import _graph, _stream
+from jaxpruner.sparse import _program
+from jaxpruner.sparsity_distributions import default_filter
+
+ApplyFn: TypeAlias = Callable[[Any, Any], Any]
+FilterFn: TypeAlias = Callable[[_tree.Names, Any], bool]
+
+
+@dataclasses.dataclass(frozen=True)
+class Statistics:
+  """What was seen of the inputs of a weight, all in float32.
+
+  The first axis holds groups: experts, or groups of a convolution; else 1.
+  """
+
+  count: int
+  mean: Any  # (groups, inputs): E[x]
+  square: Any  # (groups, inputs): E[x²]
+  gram: Any = None  # (groups, inputs, inputs): E[x xᵀ]
+
+  @property
+  def norm(self) -> Any:
+    """The root mean square of each input; Wanda's ‖x‖ up to a factor."""
+    return jnp.sqrt(self.square)
+
+
+class Model:
+  """A function traced with its parameters, ready to be streamed through.
+
+  Args:
+    apply_fn: `apply_fn(params, batch)`.
+    params: its parameters: any tree; leaves that are no arrays stay fixed.
+    batches: an iterable of batches of equal shapes, read once.
+    filter_fn: the leaves that count.
+    mesh: spread batches over this mesh's `data_axis`.
+    data_axis: the name of that axis.
+  """
+
+  def __init__(
+    self,
+    apply_fn: ApplyFn,
+    params: Any,
+    batches: Iterable[Any],
+    filter_fn: FilterFn = default_filter,
+    mesh: Any = None,
+    data_axis: str = "data",
+  ):
+    named, self.treedef = _tree.flatten_with_names(params)
+    self._all = [leaf for _, leaf in named]
+    arrays = [hasattr(x, "shape") and hasattr(x, "dtype") for x in self._all]
+    self.places = [i for i, array in enumerate(arrays) if array]
+    self.names = [named[i][0] for i in self.places]
+    self.leaves = [self._all[i] for i in self.places]
+    self._mesh, self._axis = mesh, data_axis
+    rows = iter(batches)
+    first = next(rows, None)
+    if first is None:
+      raise ValueError("batches is empty; give at least one batch")
+    flat, batch_tree = jax.tree.flatten(first)
+
+    def run(leaves, inputs):
+      batch = jax.tree.unflatten(batch_tree, inputs)
+      return apply_fn(self.tree(leaves), batch)
+
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self.leaves]
+    inputs = [
+      jax.ShapeDtypeStruct(np.shape(x), np.asarray(x).dtype) for x in flat
+    ]
+    self.program = _program.trace(run, shapes, inputs)
+    self.graph = _graph.find(self.program, self.names)
+    self.batches = map(jax.tree.leaves, itertools.chain([first], rows))
+    self.skipped: dict[str, str] = {}
+    found = {part.leaf for part in self.graph.parts}
+    for i, leaf in enumerate(self.leaves):
+      if not filter_fn(self.names[i], leaf):
+        continue
+      if i in self.graph.other:
+        self.skipped[self.name(i)] = "also used by " + ", ".join(
+          sorted(self.graph.other[i])
+        )
+      elif i not in found:
+        self.skipped[self.name(i)] = "not used by a product"
+    self.parts = [
+      part
+      for part in self.graph.parts
+      if part.leaf not in self.graph.other
+      and filter_fn(self.names[part.leaf], self.leaves[part.leaf])
+    ]
+    if not self.parts:
+      raise ValueError(
+        "no weight that filter_fn takes is multiplied by activations: "
+        f"{self.skipped or 'filter_fn takes no leaf'}"
+      )
+
+  def name(self, leaf: int) -> str:
+    return _tree.join(self.names[leaf])
+
+  def tree(self, leaves: list[Any], rest: Any = ...) -> Any:
+    """Return a tree like params with these arrays in it."""
+    every = list(self._all) if rest is ... else [rest] * len(self._all)
+    for i, leaf in zip(self.places, leaves, strict=True):
+      every[i] = leaf
+    return self.treedef.unflatten(every)
+
+  def place(self, x: Any, spread: bool) -> Any:
+    """Put an array on its devices."""
+    if self._mesh is None:
+      return x
+    mesh = jax.sharding.Mesh(self._mesh.devices, self._mesh.axis_names)
+    spec = jax.sharding.PartitionSpec()
+    size = mesh.shape[self._axis]
+    if spread and np.ndim(x) and np.shape(x)[0] % size == 0:
+      spec = jax.sharding.PartitionSpec(self._axis)
+    return jax.device_put(x, jax.sharding.NamedSharding(mesh, spec))
+
+  def stream(
+    self, gram: bool, norms: bool, skip: Callable[[_stream.Cut], bool]
+  ) -> tuple[_stream.Stream, Iterator[tuple[_stream.Cut, Any]]]:
+    cuts = _stream.cuts(self.parts, self.graph.norms if norms else ())
+    stream = _stream.Stream(
+      self.graph, list(self.leaves), cuts, gram, self.place
+    )
+    return stream, stream.run(self.batches, skip)
+
+
+def statistics(part: _graph.Part, sums: dict[Any, Any]) -> Statistics:
+  """Return the means over all the places where a weight is used."""
+  rows = [sums[probe] for probe in part.probes]
+  count = sum(n for n, _ in rows)
+  mean = lambda *x: _local(functools.reduce(jnp.add, x) / count)
+  total = jax.tree.map(mean, *(moments for _, moments in rows))
+  return Statistics(count, total.total, total.square, total.gram)
+
+
+def _local(x: jax.Array) -> jax.Array:
+  """Bring statistics gathered on a mesh to the device that solves layers."""
+  return x if len(x.devices()) == 1 else jnp.asarray(np.asarray(x))
+
+
+def calibrate(
+  apply_fn: ApplyFn,
+  params: Any,
+  batches: Iterable[Any],
+  *,
+  gram: bool = True,
+  filter_fn: FilterFn = default_filter,
+  mesh: Any = None,
+  data_axis: str = "data",
+) -> dict[str, list[Statistics]]:
+  """Collect, for each weight, statistics of the inputs it is multiplied by.
+
+  The function is traced, so that a weight is known by its path in the tree,
+  whatever module or framework holds it. Activations wait in temporary files
+  while the function runs piece by piece; in memory are one batch and the
+  statistics.
+
+  Args:
+    apply_fn: `apply_fn(params, batch)`.
+    params: its parameters.
+    batches: an iterable of batches of equal shapes, read once.
+    gram: also collect E[x xᵀ], inputs² numbers per weight.
+    filter_fn: `(names, param) -> bool`, the leaves that count.
+    mesh: spread batches over this mesh's `data_axis`.
+    data_axis: the name of that axis.
+
+  Returns:
+    Path -> one `Statistics` per use: one, or one per layer of a stack.
+
+  Example:
+    >>> import numpy as np
+    >>> seen = calibrate(lambda p, x: x @ p["w"], {"w": np.ones((2, 3))},
+    ...                  [np.array([[1.0, 2.0], [3.0, 2.0]])])
+    >>> seen["w"][0].mean.tolist(), seen["w"][0].gram.tolist()
+    ([[2.0, 2.0]], [[[5.0, 4.0], [4.0, 4.0]]])
+  """
+  model = Model(apply_fn, params, batches, filter_fn, mesh, data_axis)
+  result: dict[str, list[Statistics]] = {}
+  _, cuts = model.stream(gram, False, lambda cut: False)
+  for cut, sums in cuts:
+    for part in cut.parts:
+      rows = result.setdefault(model.name(part.leaf), [])
+      rows.append(statistics(part, sums))
+  return result

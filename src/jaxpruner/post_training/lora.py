@@ -1,0 +1,78 @@
+"""Low-rank fine-tuning of a pruned model that stays as sparse as it is."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxpruner import _tree
+from jaxpruner._state import apply_mask
+
+
+def add_lora(params: Any, masks: Any, rank: int, key: jax.Array) -> Any:
+  """Return trainable factors for the pruned weights.
+
+  A weight seen as (rest, last axis) gets `a` (rest, rank), random, and `b`
+  (rank, last), zero: training starts from the pruned model itself (Hu et al.,
+  "LoRA", 2021).
+
+  Args:
+    params: the pruned parameters.
+    masks: their masks; leaves without one get no factors.
+    rank: columns of `a`.
+    key: for `a`.
+
+  Returns:
+    Path -> {"a", "b"}; the parameters to train.
+  """
+  if rank < 1:
+    raise ValueError(f"rank={rank!r} must be at least 1")
+  named, _ = _tree.flatten_with_names(params)
+  rows = _tree.align(params, masks)
+  factors = {}
+  for (names, leaf), mask in zip(named, rows, strict=True):
+    if mask is None:
+      continue
+    last = leaf.shape[-1]
+    size = leaf.size // last
+    a = jax.random.normal(_tree.leaf_key(key, names), (size, rank))
+    factors[_tree.join(names)] = {
+      "a": (a / jnp.sqrt(size)).astype(leaf.dtype),
+      "b": jnp.zeros((rank, last), leaf.dtype),
+    }
+  if not factors:
+    raise ValueError("masks holds no mask: there is no pruned weight to adapt")
+  return factors
+
+
+def apply_lora(params: Any, masks: Any, factors: Any) -> Any:
+  """Return the parameters the forward pass sees: mask ∘ (w + a b).
+
+  Differentiate a loss of this with respect to `factors`. The product is masked
+  before it meets the weight, so what is trained is what `merge_lora` keeps.
+  """
+
+  def adapted(names, leaf, mask):
+    pair = factors.get(_tree.join(names))
+    if mask is None or pair is None:
+      return leaf
+    change = (pair["a"] @ pair["b"]).reshape(leaf.shape).astype(leaf.dtype)
+    return apply_mask(leaf + change, mask)
+
+  return _tree.map_masks(adapted, params, masks)
+
+
+def merge_lora(params: Any, masks: Any, factors: Any) -> Any:
+  """Fold trained factors into the weights; pruned ones stay exactly +0.0.
+
+  Example:
+    >>> import jax, jax.numpy as jnp
+    >>> params = {"w": jnp.array([[0.0, 2.0], [1.0, 0.0]])}
+    >>> masks = {"w": jnp.array([[0, 1], [1, 0]], jnp.uint8)}
+    >>> factors = add_lora(params, masks, 1, jax.random.key(0))
+    >>> factors["w"]["b"] += 1
+    >>> merged = merge_lora(params, masks, factors)["w"]
+    >>> bool(merged[0, 0] == merged[1, 1] == 0), bool((merged == 0).sum() == 2)
+    (True, True)
+  """
+  return apply_lora(params, masks, factors)

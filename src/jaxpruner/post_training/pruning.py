@@ -1,0 +1,461 @@
+"""Prune a trained model on a few batches of data, without training."""
+
+import dataclasses
+import functools
+import hashlib
+import json
+import os
+import pathlib
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpruner import _tree, api, sparsity_distributions
+from jaxpruner.post_training import (
+  _graph,
+  _pattern,
+  _stream,
+  alps,
+  calibration,
+  obc,
+  owl,
+  sparsegpt,
+)
+from jaxpruner.post_training.calibration import ApplyFn, FilterFn, Statistics
+from jaxpruner.sparse import files
+from jaxpruner.sparsity_distributions import default_filter
+
+# Method -> the statistics it lives on.
+METHODS = {
+  "magnitude": "none",
+  "wanda": "square",
+  "sparsegpt": "gram",
+  "obc": "gram",
+  "alps": "gram",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+  """What happened to one weight.
+
+  `error` is ‖x (w - w_dense)‖² / ‖x w_dense‖² on the calibration data; None if
+  the method saw no data.
+  """
+
+  name: str
+  shape: tuple[int, ...]
+  sparsity: float
+  error: float | None
+  seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+  """What `prune` did; `print(report)` shows it as a table."""
+
+  layers: tuple[Layer, ...]
+  skipped: Mapping[str, str]  # path of a weight left dense -> why
+  seconds: float
+
+  @property
+  def sparsity(self) -> float:
+    """The fraction removed of all pruned weights."""
+    sizes = [int(np.prod(layer.shape)) for layer in self.layers]
+    removed = [s * l.sparsity for s, l in zip(sizes, self.layers, strict=True)]
+    return sum(removed) / sum(sizes)
+
+  def __str__(self) -> str:
+    lines = [f"{'weight':40} {'shape':>16} {'sparsity':>8} {'error':>8}"]
+    for l in self.layers:
+      error = "" if l.error is None else f"{l.error:.4f}"
+      shape = "x".join(map(str, l.shape))
+      lines.append(f"{l.name:40} {shape:>16} {l.sparsity:8.2%} {error:>8}")
+    lines += [f"{name}: dense, {why}" for name, why in self.skipped.items()]
+    return "\n".join(lines)
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+  """How each layer is pruned; see `prune`."""
+
+  method: str = "sparsegpt"
+  damping: float = 0.01
+  block_size: int = 128
+  refine: int = 0
+
+  def __post_init__(self):
+    if self.method not in METHODS:
+      raise ValueError(
+        f"method={self.method!r} is unknown; "
+        f"{_tree.nearest(self.method, METHODS)}"
+      )
+    if not 0 <= self.damping < np.inf:
+      raise ValueError(f"damping={self.damping!r} must be at least 0")
+    if self.block_size < 1 or self.refine < 0:
+      raise ValueError(
+        f"block_size={self.block_size!r} must be at least 1, "
+        f"refine={self.refine!r} at least 0"
+      )
+
+  @property
+  def needs(self) -> str:
+    return "gram" if self.refine else METHODS[self.method]
+
+
+DEFAULT = Settings()
+
+
+def prune_matrix(
+  w: Any,
+  seen: Statistics | None,
+  sparsity: float,
+  pattern: _pattern.Pattern = _pattern.FREE,
+  settings: Settings = DEFAULT,
+) -> tuple[jax.Array, jax.Array]:
+  """Prune one weight, laid out as (groups, inputs, outputs).
+
+  Returns:
+    `(w, mask)`, float32 and uint8.
+  """
+  w = jnp.asarray(w, jnp.float32)
+  if settings.method in ("magnitude", "wanda"):
+    scores = jnp.abs(w)
+    if settings.method == "wanda":
+      assert seen is not None
+      # Wanda ranks the inputs of each output among themselves.
+      scores = scores * seen.norm[:, :, None]
+    mask = _mask(pattern, scores, sparsity, settings.method == "wanda")
+    new = jnp.where(mask, w, 0)
+  else:
+    assert seen is not None
+    damping = settings.damping
+    solve: Callable[..., Any] = {
+      "sparsegpt": functools.partial(
+        sparsegpt.prune, damping=damping, block_size=settings.block_size
+      ),
+      "obc": lambda *args: obc.prune(*args, damping),
+      "alps": lambda *args: alps.prune(*args, damping),
+    }[settings.method]
+    pairs = [
+      solve(w[g], seen.gram[g], sparsity, pattern) for g in range(len(w))
+    ]
+    new, mask = (jnp.stack(x) for x in zip(*pairs, strict=True))
+  if settings.refine:
+    assert seen is not None
+    fit = functools.partial(
+      alps.refine, damping=settings.damping, steps=settings.refine
+    )
+    new = jnp.stack(
+      [fit(new[g], mask[g], w[g], seen.gram[g]) for g in range(len(w))]
+    )
+  return new, mask
+
+
+@functools.partial(jax.jit, static_argnums=(0, 2, 3))
+def _mask(pattern, scores, sparsity, per_output):
+  return pattern.mask(scores, sparsity, per_output)
+
+
+@jax.jit
+def _error(change, w, gram):
+  size = lambda x: jnp.einsum("gio,gij,gjo->", x, gram, x)
+  return size(change) / jnp.maximum(size(w), 1e-30)
+
+
+def prune(
+  apply_fn: ApplyFn,
+  params: Any,
+  batches: Iterable[Any],
+  *,
+  method: str = "sparsegpt",
+  sparsity: float | None = None,
+  sparsity_type: Any = None,
+  filter_fn: FilterFn = default_filter,
+  custom_sparsity_map: Mapping[Any, float | None] | None = None,
+  allocation: str = "uniform",
+  sequential: bool = True,
+  refine: int = 0,
+  refit: bool = False,
+  damping: float = 0.01,
+  block_size: int = 128,
+  mesh: Any = None,
+  data_axis: str = "data",
+  folder: str | os.PathLike | None = None,
+  progress: Callable[[int, int, str], None] | None = None,
+) -> tuple[Any, Any, Report]:
+  """Prune a trained model on a few batches of data, without training.
+
+  `apply_fn` is traced once; each weight that multiplies activations is pruned
+  when the data reaches it, and the data moves on through the pruned weights.
+  One forward pass in all; in memory are the parameters in use, one batch and
+  the statistics of one layer.
+
+  Args:
+    apply_fn: `apply_fn(params, batch)`, from any framework.
+    params: its parameters; tables of normalisations included, for `refit`.
+    batches: an iterable of batches of equal shapes, read once.
+    method: "magnitude"; "wanda", |w| ‖x‖ per output; "sparsegpt", which edits
+      the kept weights; "obc", exact greedy removal for small layers; "alps",
+      ADMM, slower and closer to the dense model.
+    sparsity: fraction removed; an N:M type implies it.
+    sparsity_type: Unstructured, NByM, Block or their spelling ("2:4", "4x4").
+      N:M groups run along the inputs, which the trace knows, whatever `axis`.
+    filter_fn: `(names, param) -> bool`, the leaves to prune.
+    custom_sparsity_map: exact path or glob to the sparsity of these leaves,
+      None to keep them dense.
+    allocation: "uniform", "erk", or "owl": layers with more outliers less.
+    sequential: later layers see what the pruned earlier ones give them; False
+      calibrates all on the dense model.
+    refine: conjugate-gradient steps that re-fit kept weights, mask fixed.
+    refit: add to each bias what pruning took from the mean of the output, and
+      measure the running statistics of batch normalisations anew.
+    damping: fraction of the mean diagonal added to the second moments.
+    block_size: inputs per panel of SparseGPT.
+    mesh: spread batches over this mesh's `data_axis`.
+    data_axis: the name of that axis.
+    folder: keep finished layers here; the same call continues after them.
+    progress: called with (layers done, layers in all, name).
+
+  Returns:
+    `(params, masks, report)`. Masks are uint8, 1 = kept, None where dense.
+
+  Example:
+    >>> import numpy as np
+    >>> rng = np.random.default_rng(0)
+    >>> params = {"w": rng.normal(size=(8, 4)).astype(np.float32)}
+    >>> data = [rng.normal(size=(32, 8)).astype(np.float32)]
+    >>> new, masks, report = prune(
+    ...   lambda p, x: x @ p["w"], params, data, sparsity_type="2:4")
+    >>> int(masks["w"].sum()), report.sparsity
+    (16, 0.5)
+  """
+  settings = Settings(method, damping, block_size, refine)
+  kind = api.parse_sparsity_type(sparsity_type)
+  sparsity = getattr(kind, "sparsity", None) if sparsity is None else sparsity
+  if sparsity is None:
+    raise ValueError("sparsity is missing; give the fraction removed, as 0.5")
+  if allocation not in ("uniform", "erk", "owl"):
+    raise ValueError(
+      f"allocation={allocation!r} must be 'uniform', 'erk' or 'owl'"
+    )
+  start = time.perf_counter()
+  if allocation == "owl":
+    batches = list(batches)
+  model = calibration.Model(
+    apply_fn, params, batches, filter_fn, mesh, data_axis
+  )
+  targets = _targets(model, sparsity, allocation, custom_sparsity_map)
+  if allocation == "owl":
+    targets = _owl(model, targets, sparsity)
+    model.batches = map(jax.tree.leaves, batches)
+  model.parts = [p for p in model.parts if targets[p.leaf] is not None]
+  job = _Job(model, targets, kind, settings, refit, sequential)
+  if folder is not None:
+    job.keep(pathlib.Path(folder))
+  job.run(progress or (lambda done, total, name: None))
+  report = Report(tuple(job.layers), model.skipped, time.perf_counter() - start)
+  return model.tree(job.leaves), model.tree(job.masks, None), report
+
+
+def _targets(model, sparsity, allocation, custom) -> dict[int, float | None]:
+  """Return the sparsity of each leaf that will be pruned."""
+  chosen = {part.leaf for part in model.parts}
+  shapes = {
+    model.name(i): jax.ShapeDtypeStruct(
+      model.leaves[i].shape, model.leaves[i].dtype
+    )
+    for i in sorted(chosen)
+  }
+  distribution = getattr(
+    sparsity_distributions, "erk" if allocation == "erk" else "uniform"
+  )
+  # Keyed by whole paths, so that patterns match them as they do elsewhere.
+  tree = distribution(
+    shapes,
+    sparsity=sparsity,
+    filter_fn=lambda names, leaf: True,
+    custom_sparsity_map=custom,
+  )
+  return {i: tree[model.name(i)] for i in sorted(chosen)}
+
+
+def _owl(model, targets, sparsity) -> dict[int, float | None]:
+  _, cuts = model.stream(False, False, lambda cut: False)
+  ratios: dict[str, list[tuple[int, float]]] = {}
+  for cut, sums in cuts:
+    for part in cut.parts:
+      if targets[part.leaf] != sparsity:
+        continue  # chosen by the user
+      norm = np.asarray(calibration.statistics(part, sums).norm)
+      w = _matrix(model.leaves[part.leaf], part)[0]
+      row = w.size, owl.outlier_ratio(np.abs(w) * norm[:, :, None], 5.0)
+      block = owl.block_of(model.name(part.leaf))
+      ratios.setdefault(block, []).append(row)
+  found = owl.allocate(ratios, sparsity)
+  return {
+    i: found.get(owl.block_of(model.name(i)), s) if s == sparsity else s
+    for i, s in targets.items()
+  }
+
+
+def _matrix(leaf: Any, part: _graph.Part) -> tuple[np.ndarray, np.ndarray]:
+  at = part.indices(leaf.shape)
+  return np.asarray(leaf).reshape(-1)[at].astype(np.float32), at
+
+
+class _Job:
+  """One run over all layers."""
+
+  def __init__(self, model, targets, kind, settings, refit, sequential):
+    self._model, self._targets, self._kind = model, targets, kind
+    self._settings, self._refit = settings, refit
+    self._sequential = sequential
+    self.leaves = list(model.leaves)
+    self.masks: list[Any] = [None] * len(self.leaves)
+    self.layers: list[Layer] = []
+    self._folder: pathlib.Path | None = None
+    for part in model.parts:  # wrong types are told before hours of work
+      self._pattern(part)
+
+  def _pattern(self, part: _graph.Part) -> _pattern.Pattern:
+    leaf = self.leaves[part.leaf]
+    at = part.indices(leaf.shape)
+    name = self._model.name(part.leaf)
+    return _pattern.of(self._kind, at, leaf.shape, part.run, name)
+
+  def keep(self, folder: pathlib.Path) -> None:
+    """Keep finished layers in a folder, of this very job only."""
+    folder.mkdir(parents=True, exist_ok=True)
+    digest = hashlib.sha256()
+    for part in self._model.parts:
+      leaf = self._model.leaves[part.leaf]
+      digest.update(self._model.name(part.leaf).encode())
+      digest.update(np.asarray(leaf).tobytes())
+    job = {
+      "settings": dataclasses.asdict(self._settings),
+      "targets": {self._model.name(i): s for i, s in self._targets.items()},
+      "type": repr(self._kind),
+      "refit": self._refit,
+      "sequential": self._sequential,
+      "weights": digest.hexdigest(),
+    }
+    path = folder / "job.json"
+    text = json.dumps(job, indent=1, sort_keys=True)
+    if path.exists() and path.read_text() != text:
+      raise ValueError(
+        f"{folder} holds the layers of another job (see {path}); choose "
+        "another folder or delete it"
+      )
+    path.with_suffix(".tmp").write_text(text)
+    os.replace(path.with_suffix(".tmp"), path)
+    self._folder = folder
+
+  def _file(self, cut: _stream.Cut) -> pathlib.Path:
+    assert self._folder is not None
+    return self._folder / f"cut-{cut.position}.safetensors"
+
+  def _done(self, cut: _stream.Cut) -> bool:
+    return self._folder is not None and self._file(cut).exists()
+
+  def run(self, progress: Callable[[int, int, str], None]) -> None:
+    model, total = self._model, len(self._model.parts)
+    if self._settings.needs == "none" and not self._refit:
+      for part in model.parts:
+        self._prune(part, None)
+        progress(len(self.layers), total, self.layers[-1].name)
+      return
+    stream, cuts = model.stream(
+      self._settings.needs == "gram", self._refit, self._done
+    )
+    for cut, sums in cuts:
+      if self._done(cut):
+        self._load(cut)
+      else:
+        before = len(self.layers)
+        for part in cut.parts:
+          self._prune(part, calibration.statistics(part, sums))
+        for norm in cut.norms:
+          self._measure(norm, sums)
+        if self._folder is not None:
+          self._save(cut, self.layers[before:])
+      if cut.parts:
+        progress(len(self.layers), total, self.layers[-1].name)
+      if self._sequential:
+        stream.leaves[:] = self.leaves
+
+  def _prune(self, part: _graph.Part, seen: Statistics | None) -> None:
+    start = time.perf_counter()
+    leaf = self.leaves[part.leaf]
+    w, at = _matrix(leaf, part)
+    pattern = self._pattern(part)
+    sparsity = self._targets[part.leaf]
+    assert sparsity is not None
+    new, mask = prune_matrix(w, seen, sparsity, pattern, self._settings)
+    error = None
+    if seen is not None and seen.gram is not None:
+      error = float(_error(new - w, w, seen.gram))
+    if self._refit and part.bias is not None and seen is not None:
+      lost = jnp.einsum("gi,gio->o", seen.mean, w - new)
+      bias = self.leaves[part.bias]
+      moved = np.asarray(bias) + np.asarray(lost).reshape(bias.shape)
+      self.leaves[part.bias] = self._like(moved, bias)
+    old = self.masks[part.leaf]
+    full = np.ones(leaf.size, np.uint8) if old is None else old.reshape(-1)
+    full[at.reshape(-1)] = np.asarray(mask).reshape(-1)
+    flat = np.array(leaf).reshape(-1)
+    flat[at.reshape(-1)] = np.asarray(new.astype(leaf.dtype)).reshape(-1)
+    self.masks[part.leaf] = full.reshape(leaf.shape)
+    self.leaves[part.leaf] = self._like(flat.reshape(leaf.shape), leaf)
+    self.layers.append(
+      Layer(
+        self._model.name(part.leaf),
+        tuple(at.shape[1:] if at.shape[0] == 1 else at.shape),
+        1 - float(np.asarray(mask).mean()),
+        error,
+        time.perf_counter() - start,
+      )
+    )
+
+  def _like(self, array: np.ndarray, leaf: Any) -> Any:
+    array = array.astype(leaf.dtype)
+    if isinstance(leaf, jax.Array):
+      return jax.device_put(array, leaf.sharding)
+    return array
+
+  def _measure(self, norm: _graph.Norm, sums: dict[Any, Any]) -> None:
+    count, moments = sums[norm]
+    shift = np.asarray(moments.total, np.float64)[0] / count
+    var = np.asarray(moments.square, np.float64)[0] / count - shift**2
+    mean = np.asarray(self.leaves[norm.mean], np.float64) + shift
+    for i, value in ((norm.mean, mean), (norm.var, var)):
+      self.leaves[i] = self._like(value, self.leaves[i])
+
+  def _touched(self, cut: _stream.Cut) -> list[int]:
+    touched = [p.leaf for p in cut.parts]
+    if self._refit:
+      touched += [p.bias for p in cut.parts if p.bias is not None]
+    touched += [i for n in cut.norms for i in (n.mean, n.var)]
+    return sorted(set(touched))
+
+  def _save(self, cut: _stream.Cut, layers: list[Layer]) -> None:
+    touched = self._touched(cut)
+    files.save(
+      self._file(cut),
+      {str(i): self.leaves[i] for i in touched},
+      {str(i): self.masks[i] for i in touched},
+      metadata={"layers": [dataclasses.asdict(l) for l in layers]},
+    )
+
+  def _load(self, cut: _stream.Cut) -> None:
+    path = self._file(cut)
+    leaves, masks = files.load(path)
+    for i in self._touched(cut):
+      self.leaves[i] = self._like(leaves[str(i)], self.leaves[i])
+      self.masks[i] = masks[str(i)]
+    for row in files.read_metadata(path)["layers"]:
+      self.layers.append(Layer(**row | {"shape": tuple(row["shape"])}))

@@ -1,0 +1,85 @@
+"""The papers' equations in float64 NumPy, slow and obvious."""
+
+import numpy as np
+
+
+def sparsegpt(w, gram, sparsity, n=0, m=0, damping=0.01, block=128):
+  """Algorithm 1 of SparseGPT (2023); rows of `w` are outputs, as there."""
+  w = np.array(w, np.float64).T
+  outputs, inputs = w.shape
+  h = np.array(gram, np.float64)
+  dead = np.diag(h) == 0
+  h[dead, dead] = 1
+  w[:, dead] = 0
+  h = h + damping * np.mean(np.diag(h)) * np.eye(inputs)
+  u = np.linalg.cholesky(np.linalg.inv(h)).T
+  mask = np.ones(w.shape, bool)
+  total = w.size - round(w.size * sparsity)
+  for start in range(0, inputs, block):
+    end = min(start + block, inputs)
+    errors = np.zeros((outputs, end - start))
+    if not m:
+      # So many of this block that all blocks up to here keep their share.
+      share = lambda e: (total * e * outputs + w.size // 2) // w.size
+      keep = share(end) - share(start)
+      score = w[:, start:end] ** 2 / np.diag(u)[start:end] ** 2
+      # Inputs first, the order in which our ties are broken.
+      order = np.argsort(-score.T.ravel(), kind="stable")
+      chosen = np.zeros(score.size, bool)
+      chosen[order[:keep]] = True
+      mask[:, start:end] = chosen.reshape(score.T.shape).T
+    for j in range(start, end):
+      if m and (j - start) % m == 0:
+        score = w[:, j : j + m] ** 2 / np.diag(u)[j : j + m] ** 2
+        rank = np.argsort(np.argsort(-score, axis=1, kind="stable"), axis=1)
+        mask[:, j : j + m] = rank < n
+      kept = mask[:, j]
+      error = np.where(kept, 0, w[:, j] / u[j, j])
+      w[:, j:end] -= np.outer(error, u[j, j:end])
+      w[~kept, j] = 0
+      errors[:, j - start] = error
+    w[:, end:] -= errors @ u[start:end, end:]
+  return w.T, mask.T
+
+
+def wanda(w, gram, sparsity, n=0, m=0):
+  """|w| ‖x‖, compared within each output (Sun et al., 2023)."""
+  score = np.abs(np.float64(w)) * np.sqrt(np.diag(np.float64(gram)))[:, None]
+  inputs, outputs = score.shape
+  mask = np.zeros(score.shape, bool)
+  for o in range(outputs):
+    if m:
+      for i in range(0, inputs, m):
+        best = np.argsort(-score[i : i + m, o], kind="stable")[:n]
+        mask[i + best, o] = True
+    else:
+      keep = round(inputs * (1 - sparsity))
+      mask[np.argsort(-score[:, o], kind="stable")[:keep], o] = True
+  return np.where(mask, w, 0), mask
+
+
+def obc(w, gram, sparsity, damping=0.01):
+  """Removal by Optimal Brain Surgeon, the inverse recomputed every time."""
+  w = np.array(w, np.float64)
+  h = np.array(gram, np.float64)
+  h = h + damping * np.mean(np.diag(h)) * np.eye(len(h))
+  mask = np.ones(w.shape, bool)
+  for o in range(w.shape[1]):
+    for _ in range(len(w) - round(len(w) * (1 - sparsity))):
+      left = np.flatnonzero(mask[:, o])
+      inverse = np.linalg.inv(h[np.ix_(left, left)])
+      p = np.argmin(w[left, o] ** 2 / np.diag(inverse))
+      w[left, o] -= inverse[:, p] * w[left[p], o] / inverse[p, p]
+      w[left[p], o], mask[left[p], o] = 0, False
+  return w, mask
+
+
+def best_on_support(w, mask, gram, damping=0.01):
+  """The least-squares optimum over a mask, output by output."""
+  h = np.array(gram, np.float64)
+  h = h + damping * np.mean(np.diag(h)) * np.eye(len(h))
+  result = np.zeros(w.shape)
+  for o in range(w.shape[1]):
+    s = np.flatnonzero(mask[:, o])
+    result[s, o] = np.linalg.solve(h[np.ix_(s, s)], h[s] @ np.float64(w[:, o]))
+  return result

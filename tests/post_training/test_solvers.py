@@ -1,0 +1,120 @@
+"""Layer by layer, our solvers give what the papers' equations give."""
+
+import jax.numpy as jnp
+import layer_reference as reference
+import numpy as np
+import pytest
+
+from jaxpruner.post_training import _pattern, alps, obc, sparsegpt
+from jaxpruner.post_training.calibration import Statistics
+from jaxpruner.post_training.pruning import Settings, prune_matrix
+
+
+def layer(seed, inputs=192, outputs=48, tokens=700):
+  """A random layer whose inputs are correlated and of unequal size."""
+  rng = np.random.default_rng(seed)
+  mix = rng.normal(size=(inputs, inputs)) / np.sqrt(inputs) + np.eye(inputs)
+  x = rng.normal(size=(tokens, inputs)) @ mix
+  x *= np.exp(rng.normal(size=inputs))
+  w = rng.normal(size=(inputs, outputs)).astype(np.float32)
+  return w, (x.T @ x / tokens).astype(np.float32)
+
+
+def close(ours, theirs):
+  scale = np.abs(theirs).max()
+  assert np.abs(np.asarray(ours) - theirs).max() <= 1e-4 * scale
+
+
+def error(w, new, gram):
+  d = np.float64(w) - np.float64(new)
+  return np.einsum("io,ij,jo->", d, np.float64(gram), d)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("n, m", [(0, 0), (2, 4), (4, 8)])
+def test_sparsegpt_follows_the_paper(seed, n, m):
+  w, gram = layer(seed)
+  pattern = _pattern.Pattern(n, m)
+  new, mask = sparsegpt.prune(jnp.asarray(w), jnp.asarray(gram), 0.5, pattern)
+  theirs, kept = reference.sparsegpt(w, gram, 0.5, n, m)
+  np.testing.assert_array_equal(np.asarray(mask) != 0, kept)
+  close(new, theirs)
+  assert int(mask.sum()) == w.size // 2
+
+
+def test_inputs_that_never_fire_are_removed_first():
+  w, gram = layer(3)
+  gram[:, :40] = gram[:40] = 0
+  new, mask = sparsegpt.prune(jnp.asarray(w), jnp.asarray(gram), 0.5)
+  theirs, kept = reference.sparsegpt(w, gram, 0.5)
+  np.testing.assert_array_equal(np.asarray(mask) != 0, kept)
+  close(new, theirs)
+  assert not np.asarray(new)[:40].any()
+
+
+@pytest.mark.parametrize("n, m", [(0, 0), (2, 4)])
+def test_wanda_ranks_within_each_output(n, m):
+  w, gram = layer(4)
+  square = jnp.asarray(np.diag(gram))[None]
+  seen = Statistics(1, jnp.zeros_like(square), square)
+  pattern = _pattern.Pattern(n, m)
+  new, mask = prune_matrix(w[None], seen, 0.5, pattern, Settings("wanda"))
+  theirs, kept = reference.wanda(w, gram, 0.5, n, m)
+  np.testing.assert_array_equal(np.asarray(mask[0]) != 0, kept)
+  np.testing.assert_array_equal(new[0], theirs)
+
+
+def test_obc_removes_what_brain_surgeon_would():
+  w, gram = layer(5, inputs=24, outputs=6, tokens=100)
+  new, mask = obc.prune(jnp.asarray(w), jnp.asarray(gram), 0.5)
+  theirs, kept = reference.obc(w, gram, 0.5)
+  np.testing.assert_array_equal(np.asarray(mask) != 0, kept)
+  close(new, theirs)
+
+
+def test_obc_fills_groups_of_m_with_n():
+  w, gram = layer(6, inputs=24, outputs=6, tokens=100)
+  pattern = _pattern.Pattern(2, 4)
+  new, mask = obc.prune(jnp.asarray(w), jnp.asarray(gram), 0.5, pattern)
+  assert (np.asarray(mask).reshape(6, 4, 6).sum(1) == 2).all()
+  assert not np.asarray(new)[np.asarray(mask) == 0].any()
+
+
+def test_refinement_reaches_the_optimum_of_a_mask():
+  w, gram = layer(7, inputs=48, outputs=16)
+  mask = np.random.default_rng(0).random(w.shape) < 0.5
+  start = np.where(mask, w, 0)
+  best = reference.best_on_support(w, mask, gram)
+  new = alps.refine(*map(jnp.asarray, (start, mask, w, gram)), 0.01, 200)
+  assert np.abs(np.asarray(new) - best).max() <= 1e-3 * np.abs(best).max()
+  assert not np.asarray(new)[~mask].any()
+
+
+def test_methods_that_know_more_err_less():
+  w, gram = layer(8)
+  square = jnp.asarray(np.diag(gram))[None]
+  seen = Statistics(1, square, square, jnp.asarray(gram)[None])
+  errors = {}
+  for name in ("magnitude", "wanda", "sparsegpt", "alps"):
+    new, mask = prune_matrix(w[None], seen, 0.5, settings=Settings(name))
+    errors[name] = error(w, new[0], gram)
+    assert not np.asarray(new)[np.asarray(mask) == 0].any()
+  order = sorted(errors, key=lambda name: errors[name])
+  assert order == ["alps", "sparsegpt", "wanda", "magnitude"]
+
+
+def test_blocks_are_kept_or_removed_whole():
+  w, gram = layer(9)
+  pattern = _pattern.Pattern(block=(4, 8))
+  new, mask = sparsegpt.prune(jnp.asarray(w), jnp.asarray(gram), 0.5, pattern)
+  blocks = np.asarray(mask).reshape(48, 4, 6, 8).sum((1, 3))
+  assert set(np.unique(blocks)) == {0, 32}
+  assert (blocks > 0).sum() == 144
+  kept = np.asarray(mask) != 0
+  assert error(w, new, gram) < error(w, np.where(kept, w, 0), gram)
+
+
+def test_moments_that_cannot_be_inverted_are_told():
+  w, gram = layer(10, inputs=16, outputs=4)
+  with pytest.raises(ValueError, match="positive definite"):
+    sparsegpt.prune(jnp.asarray(w), -jnp.asarray(gram), 0.5)
