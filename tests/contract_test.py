@@ -17,6 +17,8 @@ from small_model import (
   assert_close,
   assert_confined,
   assert_identical,
+  every_algorithm,
+  every_mechanism,
   loss_fn,
   make_batch,
   make_params,
@@ -26,10 +28,6 @@ from small_model import (
 )
 
 import jaxpruner
-
-every_algorithm = pytest.mark.parametrize(
-  "name", jaxpruner.all_algorithm_names()
-)
 
 
 def prunes(name: str) -> bool:
@@ -92,7 +90,7 @@ def test_steps_after_the_first_do_not_retrace(name):
   assert adam_trainer(name).traces == before
 
 
-@every_algorithm
+@every_mechanism
 def test_eager_equals_jit(name):
   trainer, history = adam_trainer(name), reference_run(name)
   # Step 4 updates the masks of all algorithms that update any, step 7 of none.
@@ -102,7 +100,7 @@ def test_eager_equals_jit(name):
     assert_confined(trainer.updater, *eager)
 
 
-@every_algorithm
+@every_mechanism
 def test_scan_on_donated_buffers_equals_a_loop(name):
   trainer = adam_trainer(name)
 
@@ -118,7 +116,7 @@ def test_scan_on_donated_buffers_equals_a_loop(name):
   assert all(x.is_deleted() for x in jax.tree.leaves(start[0]))
 
 
-@every_algorithm
+@every_mechanism
 def test_vmap_over_seeds_equals_each_seed_alone(name):
   trainer = adam_trainer(name)
   stack = lambda *xs: jnp.stack(xs)
@@ -208,7 +206,7 @@ def test_dense_leaves_train_as_if_nothing_were_pruned(name):
   )
 
 
-@every_algorithm
+@every_mechanism
 def test_eight_devices_equal_one(name):
   mesh = jax.make_mesh(
     (8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,)

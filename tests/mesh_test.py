@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from small_model import CORE
 
 import jaxpruner
 
@@ -106,7 +107,8 @@ def same(one, two):
 def cases():
   """Every algorithm on both kinds of mesh; most of the explicit ones slow."""
   for name in NAMES:
-    yield pytest.param(name, AxisType.Auto)
+    marks = () if name in CORE else pytest.mark.slow
+    yield pytest.param(name, AxisType.Auto, marks=marks)
     fast = name in ("no_prune", "global_magnitude", "rigl")
     marks = () if fast else pytest.mark.slow
     yield pytest.param(name, AxisType.Explicit, marks=marks)

@@ -12,18 +12,13 @@ from small_model import (
   adam_trainer,
   assert_close,
   assert_identical,
+  every_mechanism,
   make_batch,
   make_params,
   reference_run,
 )
 
-import jaxpruner
-
 HALFWAY = STEPS // 2
-
-every_algorithm = pytest.mark.parametrize(
-  "name", jaxpruner.all_algorithm_names()
-)
 
 
 def through_orbax(tree, template, folder):
@@ -63,7 +58,7 @@ def resume(trainer, history, restored):
   assert_identical(result, history[-1])
 
 
-@every_algorithm
+@every_mechanism
 def test_orbax_resumes_bit_for_bit(name, tmp_path):
   history = reference_run(name)
   halfway = history[HALFWAY]
@@ -72,7 +67,7 @@ def test_orbax_resumes_bit_for_bit(name, tmp_path):
   resume(adam_trainer(name), history, restored)
 
 
-@every_algorithm
+@every_mechanism
 def test_msgpack_resumes_bit_for_bit(name, tmp_path):
   history, trainer = reference_run(name), adam_trainer(name)
   # Another seed's start is a template with none of the values.

@@ -11,10 +11,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 import jaxpruner
 from jaxpruner import _tree, mask_calculator
 
+# The paper's algorithms. The others recombine their mechanisms: what depends on
+# those alone, such as how a step is compiled, they show in the slow tests.
+CORE = (
+  "no_prune magnitude random saliency magnitude_ste random_ste "
+  "global_magnitude global_saliency static_sparse set rigl"
+).split()
+every_algorithm = pytest.mark.parametrize(
+  "name", jaxpruner.all_algorithm_names()
+)
+every_mechanism = pytest.mark.parametrize(
+  "name",
+  [
+    name if name in CORE else pytest.param(name, marks=pytest.mark.slow)
+    for name in jaxpruner.all_algorithm_names()
+  ],
+)
 STEPS = 8
 SPARSITY = 0.75
 # Of the 96 + 48 weights in kernels.

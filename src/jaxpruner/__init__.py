@@ -14,17 +14,25 @@ from jaxpruner import (
 )
 from jaxpruner._state import Category, SparseState, apply_mask, find_state
 from jaxpruner.algorithms import (
+  DSR,
+  ITOP,
+  MEST,
   SET,
+  SNFS,
+  DeepR,
   GlobalMagnitudePruning,
   GlobalSaliencyPruning,
+  GraNet,
   MagnitudePruning,
   RandomPruning,
   Rewiring,
   RigL,
   SaliencyPruning,
+  SRigL,
   StaticRandomSparse,
   SteMagnitudePruning,
   SteRandomPruning,
+  TopKAST,
 )
 from jaxpruner.api import (
   algorithm_category,
@@ -41,6 +49,7 @@ from jaxpruner.metrics import layers_near_collapse, state_metrics
 from jaxpruner.sparsity_types import (
   Block,
   Channel,
+  ConstantFanIn,
   NByM,
   NbyM,
   Unstructured,
@@ -54,6 +63,15 @@ from jaxpruner.utils import (
 __version__ = "1.0.0"
 
 __all__ = [
+  "ConstantFanIn",
+  "TopKAST",
+  "SRigL",
+  "GraNet",
+  "DeepR",
+  "SNFS",
+  "MEST",
+  "ITOP",
+  "DSR",
   "SET",
   "BaseUpdater",
   "Block",

@@ -29,6 +29,14 @@ _REGISTRY: dict[str, type[base_updater.BaseUpdater]] = {
   "static_sparse": algorithms.StaticRandomSparse,
   "set": algorithms.SET,
   "rigl": algorithms.RigL,
+  "snfs": algorithms.SNFS,
+  "top_kast": algorithms.TopKAST,
+  "itop": algorithms.ITOP,
+  "mest": algorithms.MEST,
+  "granet": algorithms.GraNet,
+  "dsr": algorithms.DSR,
+  "deep_r": algorithms.DeepR,
+  "srigl": algorithms.SRigL,
 }
 
 _DISTRIBUTIONS = {
@@ -53,6 +61,8 @@ _TYPES = (
     lambda h, w: sparsity_types.Block((h, w), use_avg_pooling=False),
   ),
   (r"channel_(-?\d+)", lambda axis: sparsity_types.Channel(axis)),
+  (r"fan_in", lambda: sparsity_types.ConstantFanIn()),
+  (r"fan_in_(-?\d+)", lambda axis: sparsity_types.ConstantFanIn(axis)),
 )
 
 _KEYS = (
@@ -154,8 +164,8 @@ def parse_sparsity_type(spec: Any) -> Any:
   """Return the sparsity type a configuration asks for.
 
   Takes a type, `"2:4"`, `"nm_2,4"`, `"nm_2,4,-1"` (axis), `"4x4"`,
-  `"block_4,4"`, `"maxblock_4,4"`, `"channel_0"`, `"unstructured"`, a mapping
-  from path or glob to any of these, or a function.
+  `"block_4,4"`, `"maxblock_4,4"`, `"channel_0"`, `"fan_in"`, `"unstructured"`,
+  a mapping from path or glob to any of these, or a function.
   """
   if isinstance(spec, Mapping):
     return {key: parse_sparsity_type(value) for key, value in spec.items()}
@@ -243,7 +253,9 @@ def create_updater_from_config(
     for key, value in config.items()
     if key in fields
   }
-  kwargs["sparsity_type"] = parse_sparsity_type(config.get("sparsity_type"))
+  kwargs["sparsity_type"] = parse_sparsity_type(
+    config.get("sparsity_type", cls.sparsity_type)
+  )
   kwargs.update(_distribution(cls, config, kwargs["sparsity_type"], fields))
   kwargs["scheduler"] = _schedule(cls, config)
   return cls(**kwargs)
@@ -307,7 +319,7 @@ def _knows_sparsity(sparsity_type) -> bool:
 
 def _rewires(cls) -> bool:
   """Tell whether the masks change at a sparsity that does not."""
-  return cls.regrows and cls.category.start == "sparse-to-sparse"
+  return cls.category.dynamic and cls.category.start == "sparse-to-sparse"
 
 
 def _schedule(cls, config) -> sparsity_schedules.BaseSchedule:
@@ -327,7 +339,7 @@ def _schedule(cls, config) -> sparsity_schedules.BaseSchedule:
       end = total * 3 // 4
     if freq is None:
       # At least ten updates, however short the training.
-      freq = max(1, min(100, end // 10))
+      freq = cls.update_every or max(1, min(100, end // 10))
     if start is None:
       start = min(freq, end) if _rewires(cls) else min(total // 4, end)
   kind = config.get("schedule")
@@ -484,6 +496,8 @@ def _spell_type(kind: Any) -> Any:
       return f"{'' if average else 'max'}block_{height},{width}"
     case sparsity_types.Channel(axis):
       return f"channel_{axis}"
+    case sparsity_types.ConstantFanIn(axis):
+      return f"fan_in_{axis}"
   return _spell_value("sparsity_type", kind)
 
 

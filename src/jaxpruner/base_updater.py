@@ -81,6 +81,8 @@ class BaseUpdater:
   holds_zeros: ClassVar[bool] = True
   # Whether removed weights may return, and must then find fresh moments.
   regrows: ClassVar[bool] = False
+  # How often configuration updates the masks, if the method says so itself.
+  update_every: ClassVar[int | None] = None
 
   def __init_subclass__(cls, **kwargs):
     super().__init_subclass__(**kwargs)

@@ -243,6 +243,18 @@ def n_by_m_mask(scores: Array, n: Any, m: int, axis: int = -2) -> Array:
   return (rank < n).astype(MASK_DTYPE).reshape(scores.shape)
 
 
+def rank(scores: Array) -> Array:
+  """Return the place of each score in its row, 0 for the largest.
+
+  Among equals the lower index comes first.
+
+  >>> rank(jnp.array([1.0, 3.0, 3.0])).tolist()
+  [2, 0, 1]
+  """
+  order = jnp.argsort(~_selection.image(scores), axis=-1, stable=True)
+  return jnp.argsort(order, axis=-1)
+
+
 def pack_mask(mask: Array) -> Array:
   """Store a mask at one bit per weight, as `numpy.packbits` orders them.
 

@@ -300,6 +300,44 @@ class Channel(SparsityType):
     return shape[self.axis]
 
 
+@dataclasses.dataclass(frozen=True)
+class ConstantFanIn(SparsityType):
+  """Keep equally many weights of every neuron (Lasby et al., 2023).
+
+  A neuron is an index of `axis`, the output axis of a Flax or Haiku kernel by
+  default; all other axes are its inputs.
+  """
+
+  axis: int = -1
+
+  def __post_init__(self):
+    _axis(self, self.axis)
+
+  def check(self, shape: Shape, sparsity: Any, name: str = "scores") -> None:
+    super().check(shape, sparsity, name)
+    if not -len(shape) <= self.axis < len(shape):
+      raise ValueError(
+        f"{name}: shape {shape} has no axis {self.axis}; pass "
+        "ConstantFanIn(axis=…), or leave it out with filter_fn"
+      )
+
+  def units(self, shape: Shape) -> int:
+    return math.prod(shape) // shape[self.axis]
+
+  def groups(self, shape: Shape) -> int:
+    return shape[self.axis]
+
+  def kept(self, shape: Shape, sparsity: float) -> int:
+    return self.ones(shape, sparsity) * self.groups(shape)
+
+  def choose(self, scores: Array, ones: Any) -> Array:
+    """Return the mask with this many ones in every neuron."""
+    moved = jnp.moveaxis(scores, self.axis, 0)
+    rows = mask_calculator.rank(moved.reshape(moved.shape[0], -1)) < ones
+    mask = rows.reshape(moved.shape).astype(mask_calculator.MASK_DTYPE)
+    return jnp.moveaxis(mask, 0, self.axis)
+
+
 # The paper's spelling.
 NbyM = NByM
 

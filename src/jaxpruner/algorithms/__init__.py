@@ -1,5 +1,14 @@
 """The algorithms, one file per family."""
 
+from jaxpruner.algorithms.dynamic import (
+  DSR,
+  ITOP,
+  MEST,
+  SNFS,
+  DeepR,
+  GraNet,
+  SRigL,
+)
 from jaxpruner.algorithms.global_pruners import (
   GlobalMagnitudePruning,
   GlobalSaliencyPruning,
@@ -16,8 +25,17 @@ from jaxpruner.algorithms.sparse_trainers import (
   StaticRandomSparse,
 )
 from jaxpruner.algorithms.ste import SteMagnitudePruning, SteRandomPruning
+from jaxpruner.algorithms.top_kast import TopKAST
 
 __all__ = [
+  "DSR",
+  "ITOP",
+  "MEST",
+  "SNFS",
+  "DeepR",
+  "GraNet",
+  "SRigL",
+  "TopKAST",
   "SET",
   "GlobalMagnitudePruning",
   "GlobalSaliencyPruning",
