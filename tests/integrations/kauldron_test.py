@@ -1,0 +1,44 @@
+"""Kauldron: `Trainer(optimizer=…)`, one line."""
+
+import framework
+from framework import SGD, assert_same, assert_sparse, make_batch, make_pruner
+
+framework.require("kauldron", "kauldron")
+
+import flax.linen as nn
+from kauldron import kd
+
+
+class Model(nn.Module):
+  x: kd.kontext.Key = "batch.x"
+
+  @nn.compact
+  def __call__(self, x):
+    return {"y": nn.Dense(4)(nn.relu(nn.Dense(16)(x)))}
+
+
+def load():
+  x, y = make_batch()
+  return {"x": x, "y": y}
+
+
+def make(folder):
+  return kd.train.Trainer(
+    seed=0,
+    workdir=str(folder),
+    train_ds=kd.data.InMemoryPipeline(batch_size=16, loader=load),
+    model=Model(),
+    num_train_steps=framework.STEPS,
+    optimizer=make_pruner().wrap_optax(SGD),  # added
+    train_losses={"loss": kd.losses.L2(preds="preds.y", targets="batch.y")},
+    checkpointer=kd.ckpts.Checkpointer(save_interval_steps=framework.STEPS),
+  )
+
+
+def test_a_trainer_ends_exactly_sparse_and_restores(tmp_path):
+  trainer = make(tmp_path)
+  state, _ = trainer.train()
+  assert_sparse(state.params, state.opt_state)
+  again = trainer.checkpointer.restore(trainer.init_state())
+  assert_same(again.opt_state, state.opt_state)
+  assert_sparse(again.params, again.opt_state)

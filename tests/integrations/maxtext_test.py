@@ -1,0 +1,68 @@
+"""MaxText: its own training loop, with a pruner around its optimizer."""
+
+import pathlib
+
+import framework
+import jax
+from framework import STEPS, assert_sparse, make_pruner
+
+framework.require("maxtext", "maxtext")
+
+import maxtext
+from flax import nnx
+from maxtext.trainers.pre_train import train
+
+from jaxpruner.integrations.maxtext import pruned
+
+
+def settings(folder, steps):
+  base = pathlib.Path(maxtext.__file__).parent / "configs" / "base.yml"
+  return [
+    "train",
+    str(base),
+    "run_name=sparse",
+    f"base_output_directory={folder}",
+    "dataset_type=synthetic",
+    f"steps={steps}",
+    "enable_checkpointing=true",
+    f"checkpoint_period={STEPS - 1}",
+    "async_checkpointing=false",
+    "base_emb_dim=32",
+    "base_mlp_dim=64",
+    "base_num_query_heads=2",
+    "base_num_kv_heads=2",
+    "base_num_decoder_layers=2",
+    "head_dim=16",
+    "vocab_size=128",
+    "max_target_length=16",
+    "per_device_batch_size=1",
+    "hardware=cpu",
+    "skip_jax_distributed_system=true",
+    "attention=dot_product",
+    "enable_goodput_recording=false",
+    "gcs_metrics=false",
+  ]
+
+
+def parts(state):
+  """Parameters and optimizer state as plain trees of arrays."""
+  if hasattr(state, "opt_state"):
+    return state.params, state.opt_state
+  is_variable = lambda node: isinstance(node, nnx.Variable)
+  unbox = lambda tree: jax.tree.map(
+    lambda v: v.get_value() if is_variable(v) else v, tree, is_leaf=is_variable
+  )
+  model = nnx.state(state["model"] if "model" in state else state.model)
+  return unbox(nnx.filter_state(model, nnx.Param)), unbox(
+    state["optimizer"]["opt_state"]
+  )
+
+
+def test_maxtext_ends_exactly_sparse_and_resumes(tmp_path):
+  with pruned(make_pruner()):  # added
+    state = train.train_loop(*train.initialize(settings(tmp_path, STEPS)))
+    assert_sparse(*parts(state))
+    again = settings(tmp_path, STEPS + 2)
+    state = train.train_loop(*train.initialize(again))
+    params, opt_state = parts(state)
+    assert_sparse(params, opt_state)

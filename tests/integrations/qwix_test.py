@@ -1,0 +1,83 @@
+"""Qwix: quantization keeps the zeros, after training and during it."""
+
+import functools
+
+import framework
+import jax
+import numpy as np
+from framework import SGD, assert_same, assert_sparse, make_batch, make_pruner
+
+framework.require("qwix", "qwix")
+
+import flax.linen as nn
+import flax.serialization
+import optax
+import qwix
+
+
+class Model(nn.Module):
+  @nn.compact
+  def __call__(self, x):
+    return nn.Dense(4)(nn.relu(nn.Dense(16)(x)))
+
+
+RULES = [
+  qwix.QuantizationRule(module_path=".*", weight_qtype="int8", act_qtype="int8")
+]
+
+
+@functools.cache
+def trained(quantized):
+  x, y = make_batch()
+  model = Model()
+  params = model.init(jax.random.key(0), x)["params"]
+  if quantized:
+    model = qwix.quantize_model(model, qwix.QtProvider(_training_rules()))
+  tx = make_pruner().wrap_optax(SGD)  # added
+  opt_state = tx.init(params)
+
+  @jax.jit
+  def step(params, opt_state):
+    loss = lambda p: framework.mean_square(model.apply({"params": p}, x), y)
+    grads = jax.grad(loss)(params)
+    updates, opt_state = tx.update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state
+
+  for _ in range(framework.STEPS):
+    params, opt_state = step(params, opt_state)
+  return model, params, opt_state
+
+
+def _training_rules():
+  return [qwix.QtRule(module_path=".*", weight_qtype="int8", act_qtype="int8")]
+
+
+def test_quantization_after_training_keeps_the_zeros():
+  x, _ = make_batch()
+  model, params, opt_state = trained(quantized=False)
+  assert_sparse(params, opt_state)
+  ptq = qwix.quantize_model(model, qwix.PtqProvider(RULES))
+  shapes = jax.eval_shape(ptq.init, jax.random.key(0), x)["params"]
+  quantized = qwix.quantize_params(params, shapes)
+  is_array = lambda node: isinstance(node, qwix.QArray)
+  found = [
+    node
+    for node in jax.tree.leaves(quantized, is_leaf=is_array)
+    if is_array(node)
+  ]
+  masks = jax.tree.leaves(opt_state.masks)
+  assert len(found) == len(masks)
+  for node, mask in zip(found, masks, strict=True):
+    whole = np.asarray(qwix.dequantize(node))
+    assert not whole[np.asarray(mask) == 0].any()
+  close = ptq.apply({"params": quantized}, x)
+  exact = model.apply({"params": params}, x)
+  assert float(np.abs(close - exact).max()) < 0.1
+
+
+def test_quantized_training_ends_exactly_sparse():
+  _, params, opt_state = trained(quantized=True)
+  assert_sparse(params, opt_state)
+  data = flax.serialization.to_bytes((params, opt_state))
+  empty = jax.tree.map(jax.numpy.zeros_like, (params, opt_state))
+  assert_same(flax.serialization.from_bytes(empty, data), (params, opt_state))
