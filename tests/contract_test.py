@@ -63,6 +63,9 @@ def test_pruned_weights_are_zero_after_every_step(name):
 @every_algorithm
 def test_sparsity_never_falls_while_training(name):
   updater = adam_trainer(name).updater
+  schedules = jaxpruner.sparsity_schedules
+  if isinstance(updater.scheduler, schedules.AlternatingSchedule):
+    pytest.skip("is dense by turns")
   counts = [
     count_ones(masks_by_name(updater, *at)) for at in reference_run(name)
   ]
@@ -182,6 +185,8 @@ def test_packed_masks_train_the_same_parameters(name):
 @every_algorithm
 def test_dense_leaves_train_as_if_nothing_were_pruned(name):
   trainer = adam_trainer(name)
+  if isinstance(trainer.updater, jaxpruner.CrAM):
+    pytest.skip("takes every gradient at another point")
   state = reference_run(name)[-1][1]
   if prunes(name):
     assert state.masks["temperature"] is None

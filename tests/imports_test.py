@@ -21,7 +21,7 @@ CORE = [
   {"sparsity_types"},
   {"sparsity_distributions", "sparsity_schedules"}
   | {"criteria", "redistribution"},
-  _UPDATER | {"base_updater"},
+  _UPDATER | {"base_updater", "transforms"},
   {"algorithms"},
   {"api"},
   {"doctor"},

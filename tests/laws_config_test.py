@@ -14,7 +14,11 @@ import jaxpruner
 from jaxpruner import sparsity_distributions, sparsity_schedules
 
 NAMES = [n for n in jaxpruner.all_algorithm_names() if n != "no_prune"]
-LOCAL = [n for n in NAMES if not n.startswith("global_")]
+LOCAL = [
+  n
+  for n in NAMES
+  if not hasattr(jaxpruner.algorithm_class(n), "use_normalization")
+]
 REWIRING = ["set", "rigl"]
 
 small = st.integers(1, 9)

@@ -96,7 +96,9 @@ class Trainer:
       return loss_fn(self.updater.pre_forward_update(params, state), batch)
 
     value, grads = jax.value_and_grad(loss)(params)
-    updates, state = self.tx.update(grads, state, params)
+    updates, state = self.tx.update(
+      grads, state, params, grad_fn=jax.grad(loss)
+    )
     return optax.apply_updates(params, updates), state
 
   def run(self, params: Any, state: Any, batch: Any, steps: int = STEPS) -> Any:

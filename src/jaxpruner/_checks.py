@@ -56,6 +56,20 @@ def check_fields(updater: Any) -> None:
     check_seed(updater.rng_seed)
 
 
+def check_number(updater: Any, name: str, above: float = 0.0) -> None:
+  """Raise if a field is no finite number greater than `above`."""
+  value = getattr(updater, name)
+  if (
+    isinstance(value, bool)
+    or not isinstance(value, int | float)
+    or not above < value < float("inf")
+  ):
+    raise ValueError(
+      f"{type(updater).__name__}: {name}={value!r} must be a number above "
+      f"{above:g}"
+    )
+
+
 def check_masks(
   params: PyTree, masks: PyTree, is_packed: bool, targets: PyTree = None
 ) -> None:

@@ -37,6 +37,17 @@ _REGISTRY: dict[str, type[base_updater.BaseUpdater]] = {
   "dsr": algorithms.DSR,
   "deep_r": algorithms.DeepR,
   "srigl": algorithms.SRigL,
+  "acdc": algorithms.ACDC,
+  "movement": algorithms.MovementPruning,
+  "soft_movement": algorithms.SoftMovementPruning,
+  "str": algorithms.SoftThresholdPruning,
+  "saliency_ste": algorithms.SteSaliencyPruning,
+  "sr_ste": algorithms.SrStePruning,
+  "decaying_mask": algorithms.DecayingMaskPruning,
+  "powerpropagation": algorithms.PowerPropagation,
+  "fisher": algorithms.FisherPruning,
+  "wood_fisher": algorithms.WoodFisherPruning,
+  "cram": algorithms.CrAM,
 }
 
 _DISTRIBUTIONS = {
@@ -94,6 +105,7 @@ _SCHEDULES = {
   "one_shot": sparsity_schedules.OneShotSchedule,
   "periodic": sparsity_schedules.PeriodicSchedule,
   "polynomial": sparsity_schedules.PolynomialSchedule,
+  "alternating": sparsity_schedules.AlternatingSchedule,
 }
 
 
@@ -202,7 +214,7 @@ def create_updater_from_config(
         otherwise a ramp. `total_steps` fills in what is missing: gradual
         pruners work from 25 % to 75 % of training, sparse trainers rewire every
         100 steps until 75 %. `schedule` ("none", "one_shot", "periodic",
-        "polynomial") overrides the choice,
+        "polynomial", "alternating") overrides the choice,
       - `drop`, `grow`: "magnitude", "gradient", "momentum", "random" or
         "magnitude_gradient"; `redistribute`: "momentum" or "survivors": the
         parts of dynamic sparse training, or `{"name": …, field: value}`,
@@ -357,9 +369,8 @@ def _schedule(cls, config) -> sparsity_schedules.BaseSchedule:
     kind = (
       "one_shot"
       if start == end
-      else "periodic"
-      if _rewires(cls)
-      else "polynomial"
+      else cls.default_schedule
+      or ("periodic" if _rewires(cls) else "polynomial")
     )
   if not isinstance(kind, str) or kind not in _SCHEDULES:
     raise ValueError(
@@ -372,14 +383,14 @@ def _schedule(cls, config) -> sparsity_schedules.BaseSchedule:
       "sparsity_config has no 'update_freq'; give the number of steps between "
       "updates, or 'total_steps'"
     )
-  if kind == "periodic":
+  if kind != "polynomial":
     if "power" in config:
       raise ValueError(
         f"sparsity_config: power={config['power']!r} needs "
         f"schedule='polynomial'; {config['algorithm']!r} updates periodically: "
         "drop it"
       )
-    return sparsity_schedules.PeriodicSchedule(freq, start, end)
+    return _SCHEDULES[kind](freq, start, end)
   if end is None:
     raise ValueError(
       f"sparsity_config has update_start_step={start!r} but no "

@@ -83,6 +83,10 @@ class BaseUpdater:
   regrows: ClassVar[bool] = False
   # How often configuration updates the masks, if the method says so itself.
   update_every: ClassVar[int | None] = None
+  # The schedule a configuration gets that names none; None: by `regrows`.
+  default_schedule: ClassVar[str | None] = None
+  # Evaluations of the gradient in a training step, which is what a step costs.
+  gradients_per_step: ClassVar[int] = 1
 
   def __init_subclass__(cls, **kwargs):
     super().__init_subclass__(**kwargs)
@@ -228,10 +232,14 @@ class BaseUpdater:
     return _tree.map_masks(confine_leaf, params, updates, state.masks)
 
   def after_update(
-    self, state: SparseState, params: PyTree, updates: PyTree
+    self,
+    state: SparseState,
+    params: PyTree,
+    updates: PyTree,
+    grads: PyTree = None,
   ) -> SparseState:
     """Return the state after an update; a hook for per-step masks."""
-    del params, updates
+    del params, updates, grads
     return state
 
   def trained_masks(self, state: SparseState) -> Masks:
@@ -292,9 +300,11 @@ class BaseUpdater:
       state = self.observe(state, params, updates)
       due = self.scheduler.is_mask_update_iter(state.count)
       state = self._update_if(due, state, params, updates)
-      updates = self.prepare_gradients(updates, state, params)
       new_updates, inner_state = inner.update(
-        updates, state.inner_state, params, **extra
+        self.prepare_gradients(updates, state, params),
+        state.inner_state,
+        params,
+        **extra,
       )
       if self.skip_gradients and due is not False:
         new_updates = jax.tree.map(
@@ -324,7 +334,7 @@ class BaseUpdater:
         inner_state=inner_state,
         count=optax.safe_increment(state.count),
       )
-      after = self.after_update(state, params, new_updates)
+      after = self.after_update(state, params, new_updates, updates)
       return new_updates, self._tallied(state, after, params)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)

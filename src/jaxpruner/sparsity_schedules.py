@@ -131,6 +131,31 @@ class PolynomialSchedule(PeriodicSchedule):
     return jnp.where(jnp.greater_equal(step, end), target, ramp)
 
 
+@dataclasses.dataclass(frozen=True)
+class AlternatingSchedule(PeriodicSchedule):
+  """Alternate sparse and dense phases of `update_freq` steps.
+
+  Dense before the start, then by turns sparse and dense, sparse from the end
+  on: the one schedule whose sparsity falls (Peste et al., 2021).
+  """
+
+  def __post_init__(self):
+    super().__post_init__()
+    if self.update_end_step is None:
+      raise ValueError(
+        "AlternatingSchedule: update_end_step=None; the phases need the step "
+        "from which the network stays sparse"
+      )
+
+  def get_sparsity_at_step(self, target_sparsities: Any, step: Any) -> Any:
+    target = jnp.asarray(target_sparsities, jnp.float32)
+    elapsed = jnp.subtract(step, self.update_start_step)
+    sparse = (elapsed >= 0) & (elapsed // self.update_freq % 2 == 0)
+    assert self.update_end_step is not None  # as in PolynomialSchedule
+    sparse |= jnp.greater_equal(step, self.update_end_step)
+    return jnp.where(sparse, target, 0)
+
+
 @functools.partial(jax.jit, static_argnums=1)
 def _power(left: jax.Array, power: float) -> jax.Array:
   # The same last bit inside and outside `jit`, which may decide a mask: the

@@ -1,5 +1,8 @@
 """The algorithms, one file per family."""
 
+from jaxpruner.algorithms.alternating import ACDC
+from jaxpruner.algorithms.cram import CrAM
+from jaxpruner.algorithms.decaying import DecayingMaskPruning
 from jaxpruner.algorithms.dynamic import (
   DSR,
   ITOP,
@@ -9,42 +12,65 @@ from jaxpruner.algorithms.dynamic import (
   GraNet,
   SRigL,
 )
+from jaxpruner.algorithms.fisher import FisherPruning, WoodFisherPruning
 from jaxpruner.algorithms.global_pruners import (
   GlobalMagnitudePruning,
   GlobalSaliencyPruning,
 )
+from jaxpruner.algorithms.movement import (
+  MovementPruning,
+  SoftMovementPruning,
+)
+from jaxpruner.algorithms.powerprop import PowerPropagation
 from jaxpruner.algorithms.pruners import (
   MagnitudePruning,
   RandomPruning,
   SaliencyPruning,
 )
+from jaxpruner.algorithms.soft_threshold import SoftThresholdPruning
 from jaxpruner.algorithms.sparse_trainers import (
   SET,
   Rewiring,
   RigL,
   StaticRandomSparse,
 )
-from jaxpruner.algorithms.ste import SteMagnitudePruning, SteRandomPruning
+from jaxpruner.algorithms.ste import (
+  SrStePruning,
+  SteMagnitudePruning,
+  SteRandomPruning,
+  SteSaliencyPruning,
+)
 from jaxpruner.algorithms.top_kast import TopKAST
 
 __all__ = [
+  "ACDC",
   "DSR",
   "ITOP",
   "MEST",
-  "SNFS",
-  "DeepR",
-  "GraNet",
-  "SRigL",
-  "TopKAST",
   "SET",
+  "SNFS",
+  "CrAM",
+  "DecayingMaskPruning",
+  "DeepR",
+  "FisherPruning",
   "GlobalMagnitudePruning",
   "GlobalSaliencyPruning",
+  "GraNet",
   "MagnitudePruning",
+  "MovementPruning",
+  "PowerPropagation",
   "RandomPruning",
   "Rewiring",
   "RigL",
+  "SRigL",
   "SaliencyPruning",
+  "SoftMovementPruning",
+  "SoftThresholdPruning",
+  "SrStePruning",
+  "StaticRandomSparse",
   "SteMagnitudePruning",
   "SteRandomPruning",
-  "StaticRandomSparse",
+  "SteSaliencyPruning",
+  "TopKAST",
+  "WoodFisherPruning",
 ]

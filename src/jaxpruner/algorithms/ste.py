@@ -4,9 +4,10 @@ import dataclasses
 from typing import Any, ClassVar
 
 import jax
+import jax.numpy as jnp
 import optax
 
-from jaxpruner import _tree, base_updater
+from jaxpruner import _checks, _tree, base_updater
 from jaxpruner.algorithms import pruners
 
 
@@ -38,6 +39,8 @@ class StePruning(base_updater.BaseUpdater):
   holds_zeros: ClassVar[bool] = False
 
   def get_initial_masks(self, params, target_sparsities):
+    if "gradients" in self.needs:  # known only after a first pass
+      return super().get_initial_masks(params, target_sparsities)
     state = base_updater.SparseState(
       masks=None, target_sparsities=target_sparsities, count=0
     )
@@ -48,9 +51,9 @@ class StePruning(base_updater.BaseUpdater):
     del params, grads
     return sparse_state
 
-  def after_update(self, state, params, updates):
+  def after_update(self, state, params, updates, grads=None):
     new_params = optax.apply_updates(params, updates)
-    return super().update_state(state, new_params, None)
+    return super().update_state(state, new_params, grads)
 
   def pre_forward_update(self, params: Any, opt_state: Any) -> Any:
     """Return sparse parameters whose gradient reaches every weight."""
@@ -73,6 +76,57 @@ class SteMagnitudePruning(StePruning, pruners.MagnitudePruning):
     paper="Bengio et al., 2013; Zhou et al., 2021",
     cost="a dense step and one selection, every step",
   )
+
+
+@dataclasses.dataclass(eq=False)
+class SteSaliencyPruning(StePruning, pruners.SaliencyPruning):
+  """Use the largest |w · ∂L/∂w| forward, train all weights.
+
+  The gradient of the masked pass reaches the masked weights too, so a weight
+  that would help is chosen again. The first pass is dense: nothing is known.
+  """
+
+  category: ClassVar[base_updater.Category] = base_updater.Category(
+    dynamic=True,
+    needs=frozenset({"gradients"}),
+    paper="Bengio et al., 2013; Molchanov et al., 2016",
+    cost="a dense step and one selection, every step",
+  )
+
+
+@dataclasses.dataclass(eq=False)
+class SrStePruning(SteMagnitudePruning):
+  """Straight-through, with masked weights pulled to zero (Zhou et al., 2021).
+
+  The gradient of a masked weight becomes `∂L/∂w + λ·w`, which keeps the masks
+  from flickering. Meant for N:M, works with every structure.
+
+  Attributes:
+    mask_decay: λ, the pull on masked weights.
+  """
+
+  mask_decay: float = 2e-4
+
+  category: ClassVar[base_updater.Category] = base_updater.Category(
+    dynamic=True,
+    paper="Zhou et al., 2021",
+    cost="a dense step and one selection, every step",
+  )
+
+  def __post_init__(self):
+    super().__post_init__()
+    _checks.check_number(self, "mask_decay")
+
+  def prepare_gradients(self, grads, state, params):
+    grads = super().prepare_gradients(grads, state, params)
+
+    def pull(_, param, grad, mask):
+      if mask is None:
+        return grad
+      pulled = grad + jnp.asarray(self.mask_decay * param, grad.dtype)
+      return jnp.where(self._unpack(mask, param), grad, pulled)
+
+    return _tree.map_masks(pull, params, grads, state.masks)
 
 
 @dataclasses.dataclass(eq=False)

@@ -158,7 +158,8 @@ def run_cell(
     count = min(length, task.steps - first)
     carry, losses, taken = built.train(carry, keys, data, first, count, length)
     stretch = _stretch_record(cell, task, first, count, losses, taken)
-    cost += count * _step_cost(flops, stretch)
+    each = updater.gradients_per_step * _step_cost(flops, stretch)
+    cost += count * each
     on_stretch(stretch)
     first += count
     now = time.perf_counter()
@@ -211,7 +212,7 @@ def _stretch_record(cell, task, first, count, losses, taken) -> dict[str, Any]:
 
 
 def _step_cost(flops: report.Flops, stretch: dict[str, Any]) -> float:
-  """Return the FLOPs of a training step on the example batch.
+  """Return the FLOPs of one gradient on the example batch.
 
   Forward and the gradient by the inputs use the masked weights; the gradient
   by the weights is needed for the weights that are trained.

@@ -70,13 +70,20 @@ def build(task: Task, updater: Any, data: PyTree, devices: int = 1) -> Program:
     world, batch = task.interact(
       carry.world, forward(carry.params), data, batch_key, t
     )
-    loss, grads = task.gradient(
+    batch = spread(batch)
+    gradient = lambda params: task.gradient(
       lambda p, batch, key: task.loss(forward(p), batch, key),
-      carry.params,
-      spread(batch),
+      params,
+      batch,
       jax.random.fold_in(loss_key, t),
     )
-    updates, opt_state = tx.update(grads, carry.opt_state, carry.params)
+    loss, grads = gradient(carry.params)
+    updates, opt_state = tx.update(
+      grads,
+      carry.opt_state,
+      carry.params,
+      grad_fn=lambda params: gradient(params)[1],
+    )
     params = jax.tree.map(
       lambda p, u: (p + u).astype(p.dtype), carry.params, updates
     )
