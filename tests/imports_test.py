@@ -28,7 +28,7 @@ CORE = [
 ]
 BOTTOM = CORE[0] | CORE[1]
 # Stand beside the core: they know trees, masks and types, not algorithms.
-BESIDE = ("utils", "metrics", "report", "sparse")
+BESIDE = ("utils", "metrics", "report", "plot", "sparse")
 # Live on public names alone.
 OUTSIDE = ("cli", "compare", "integrations")
 

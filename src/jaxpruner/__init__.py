@@ -131,6 +131,7 @@ __all__ = [
   "post_training",  # pyright: ignore[reportUnsupportedDunderAll]
   "redistribution",
   "register_algorithm",
+  "plot",  # pyright: ignore[reportUnsupportedDunderAll]
   "sparse",  # pyright: ignore[reportUnsupportedDunderAll]
   "sparsity_distributions",
   "sparsity_schedules",
@@ -145,6 +146,6 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
   # Formats and files are imported on use: `import jaxpruner` stays light.
-  if name in ("sparse", "report", "post_training"):
+  if name in ("plot", "sparse", "report", "post_training"):
     return importlib.import_module(f"jaxpruner.{name}")
   raise AttributeError(f"module 'jaxpruner' has no attribute {name!r}")

@@ -6,6 +6,7 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
+from jaxpruner import plot
 from jaxpruner.compare import folder, pictures, table
 
 _CSS = """
@@ -75,7 +76,7 @@ def write_report(paths: Sequence[str], out: str) -> list[table.Row]:
     for name, figure in figures.items():
       salt = f"{path}/{name}"
       for kind in ("png", "svg"):
-        content = pictures.render(figure, kind, salt)
+        content = plot.render(figure, kind, salt)
         folder.write_atomic(target / f"{prefix}{name}.{kind}", content)
         inline[name] = content.decode() if kind == "svg" else ""
       pictures.plt.close(figure)

@@ -1,6 +1,5 @@
 """The pictures of a comparison: metric, layers, masks over time, losses."""
 
-import io
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -13,46 +12,16 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib import ticker
 
+from jaxpruner import plot
 from jaxpruner.compare import plan
 from jaxpruner.compare.table import Row
-
-# Okabe and Ito's palette, then Tol's: distinct to colour-blind readers.
-_COLOURS = (
-  "#0072B2",
-  "#D55E00",
-  "#009E73",
-  "#CC79A7",
-  "#E69F00",
-  "#56B4E9",
-  "#8C6D1F",
-  "#7F3C8D",
-  "#332288",
-  "#44AA99",
-  "#882255",
-  "#999933",
-)
-_MARKERS = "osD^vPX*<>ph"
-_STYLE: Any = {
-  "font.size": 9,
-  "axes.titlesize": 9.5,
-  "axes.spines.top": False,
-  "axes.spines.right": False,
-  "axes.grid": True,
-  "grid.color": "#e6e6e6",
-  "grid.linewidth": 0.6,
-  "axes.axisbelow": True,
-  "legend.frameon": False,
-  "legend.fontsize": 8,
-  "svg.fonttype": "none",
-  "figure.dpi": 100,
-}
 
 Steps = dict[str, list[dict[str, Any]]]
 
 
 def draw_all(table: Sequence[Row], steps: Steps) -> dict[str, Any]:
   """Return name -> figure for everything the rows and steps allow."""
-  with plt.rc_context(_STYLE):
+  with plt.rc_context(plot.STYLE):
     figures = {
       "metric": draw_metric(table),
       "layers": draw_layers(table, steps),
@@ -60,32 +29,6 @@ def draw_all(table: Sequence[Row], steps: Steps) -> dict[str, Any]:
       "loss": draw_loss(table, steps),
     }
   return {name: figure for name, figure in figures.items() if figure}
-
-
-def render(figure: Any, kind: str, salt: str = "") -> bytes:
-  """Return a figure as "png" or "svg", the same bytes for the same figure."""
-  buffer = io.BytesIO()
-  metadata = {"Date": None} if kind == "svg" else {"Software": None}
-  with plt.rc_context({**_STYLE, "svg.hashsalt": salt or "jaxpruner"}):
-    figure.savefig(
-      buffer, format=kind, dpi=200, bbox_inches="tight", metadata=metadata
-    )
-  return buffer.getvalue()
-
-
-def _plain(text: str) -> str:
-  # A dollar sign would start a formula.
-  return text.replace("$", r"\$")
-
-
-def _look(names: Sequence[str]) -> dict[str, dict[str, Any]]:
-  return {
-    name: {
-      "color": _COLOURS[i % len(_COLOURS)],
-      "marker": _MARKERS[i % len(_MARKERS)],
-    }
-    for i, name in enumerate(names)
-  }
 
 
 def _algorithms(table: Sequence[Row]) -> list[str]:
@@ -109,7 +52,7 @@ def draw_metric(table: Sequence[Row]) -> Any:
     squeeze=False,
     layout="constrained",
   )
-  look = _look(_algorithms(table))
+  look = plot.look(_algorithms(table))
   dense = next((r for r in table if r.algorithm == "dense"), None)
   small = {r.sparsity: r for r in table if r.algorithm == "small_dense"}
   for axis, group in zip(axes[0], groups, strict=True):
@@ -145,7 +88,7 @@ def draw_metric(table: Sequence[Row]) -> Any:
         **look[name],
       )
     head, _, tail = group.partition(": ")
-    axis.set_title(_plain(f"{head}\n{tail}" if tail else f"{head}\n"))
+    axis.set_title(plot.plain(f"{head}\n{tail}" if tail else f"{head}\n"))
     axis.set_xticks(range(len(levels)), [f"{100 * s:g} %" for s in levels])
     axis.set_xlim(-0.5, len(levels) - 0.5)
     axis.set_xlabel("weights removed")
@@ -154,10 +97,12 @@ def draw_metric(table: Sequence[Row]) -> Any:
   first = table[0]
   unit = _unit(first.task)
   label = f"{first.metric_name} ({unit})" if unit else first.metric_name
-  axes[0][0].set_ylabel(_plain(label))
+  axes[0][0].set_ylabel(plot.plain(label))
   seeds = max(r.metric.n for r in table if r.metric)
   figure.suptitle(
-    _plain(f"{first.task}: mean over {seeds} seeds, bars are 95 % intervals"),
+    plot.plain(
+      f"{first.task}: mean over {seeds} seeds, bars are 95 % intervals"
+    ),
     fontsize=10,
   )
   return figure
@@ -177,14 +122,9 @@ def _errorbar(axis, levels, points, offset, **look) -> None:
   ]
   if not found:
     return
-  x = [x for x, _ in found]
-  mean = np.array([m.mean for _, m in found])
-  low = np.array([m.low for _, m in found])
-  high = np.array([m.high for _, m in found])
-  bars = None if np.isnan(low).any() else np.array([mean - low, high - mean])
-  axis.errorbar(
-    x, mean, bars, lw=1.1, ms=4.5, capsize=2.5, elinewidth=1, **look
-  )
+  x, points = zip(*found, strict=True)
+  columns = [[getattr(m, k) for m in points] for k in ("mean", "low", "high")]
+  plot.errorbar(axis, x, *columns, **look)
 
 
 def draw_layers(table: Sequence[Row], steps: Steps) -> Any:
@@ -215,9 +155,9 @@ def draw_layers(table: Sequence[Row], steps: Steps) -> Any:
   image = axis.imshow(grid, aspect="auto", cmap="viridis", vmin=0, vmax=100)
   axis.grid(False)
   axis.set_xticks(
-    range(len(names)), map(_plain, short), rotation=40, ha="right"
+    range(len(names)), map(plot.plain, short), rotation=40, ha="right"
   )
-  axis.set_yticks(range(len(lines)), [_plain(label) for label, _ in lines])
+  axis.set_yticks(range(len(lines)), [plot.plain(label) for label, _ in lines])
   if len(names) <= 12:
     for i, j in np.ndindex(*grid.shape):
       tone = "white" if grid[i, j] < 60 else "black"
@@ -255,7 +195,7 @@ def draw_loss(table: Sequence[Row], steps: Steps) -> Any:
 
 def _curves(table, steps, columns, title) -> Any:
   levels = sorted({row.sparsity for row in table})
-  look = _look(_algorithms(table))
+  look = plot.look(_algorithms(table))
   look["dense"] = {"color": "black", "marker": None}
   look["small_dense"] = {"color": "#777777", "marker": None}
   # Losses run side by side; pairs of curves one pair per line.
@@ -301,7 +241,7 @@ def _curves(table, steps, columns, title) -> Any:
     return None
   figure.legend(
     drawn.values(),
-    map(_plain, drawn),
+    map(plot.plain, drawn),
     loc="outside right upper",
     handlelength=1.8,
   )

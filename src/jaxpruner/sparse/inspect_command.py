@@ -12,7 +12,6 @@ from jaxpruner.sparse._safetensors import FileFormatError
 from jaxpruner.sparse._table import size, table
 
 _PICTURES = 12  # tensors drawn; more would be too small to see
-_PIXELS = 64
 
 
 class Row(NamedTuple):
@@ -22,28 +21,17 @@ class Row(NamedTuple):
   kept: int
   structure: str
   packed: int
-  picture: np.ndarray
+  picture: np.ndarray | None
 
   @property
   def sparsity(self) -> float:
     return 1 - self.kept / max(self.tensor.size, 1)
 
 
-def _density(mask: np.ndarray) -> np.ndarray:
-  """Shrink a mask to a small picture of densities."""
-  matrix = mask.reshape(-1, mask.shape[-1]) if mask.ndim else mask[None, None]
-  for axis in (0, 1):
-    edges = np.unique(
-      np.linspace(0, matrix.shape[axis], _PIXELS, endpoint=False).astype(int)
-    )
-    counts = np.diff(edges, append=matrix.shape[axis])
-    total = np.add.reduceat(matrix, edges, axis, dtype=np.float32)
-    matrix = total / (counts[:, None] if axis == 0 else counts)
-  return matrix
-
-
-def look(file: _layouts.SparseFile, tensor: _layouts.Tensor) -> Row:
-  """Measure one tensor."""
+def look(
+  file: _layouts.SparseFile, tensor: _layouts.Tensor, draw: bool = False
+) -> Row:
+  """Measure one tensor; keep a small picture of its mask to draw."""
   array, mask = file.read(tensor.name)
   # -0.0 counts as zero for the eye, but is kept in a file.
   kept = np.asarray(array != 0) if mask is None else mask.astype(np.bool_)
@@ -51,15 +39,17 @@ def look(file: _layouts.SparseFile, tensor: _layouts.Tensor) -> Row:
   packed = _layouts.packed_bytes(tensor, stored)
   if mask is None:
     packed = min(packed, array.nbytes)
-  picture = _density(kept) if kept.size else np.zeros((1, 1))
+  picture = None
+  if draw and kept.size:
+    picture = _plot().density(kept)
   return Row(tensor, int(kept.sum()), structure.describe(kept), packed, picture)
 
 
-def inspect(path: str) -> tuple[str, list[Row]]:
+def inspect(path: str, draw: bool = False) -> tuple[str, list[Row]]:
   """Return the layout of a file and a row for each of its tensors."""
   with _layouts.SparseFile(path) as file:
     tensors = track(file.tensors.values(), "inspecting")
-    return file.layout, [look(file, t) for t in tensors]
+    return file.layout, [look(file, t, draw) for t in tensors]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -71,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
   try:
-    layout, rows = inspect(args.file)
+    layout, rows = inspect(args.file, draw=bool(args.plot))
   except (FileFormatError, OSError) as e:
     print(e, file=sys.stderr)
     return 1
@@ -108,18 +98,25 @@ def run(args: argparse.Namespace) -> int:
     f"{size(sum(row.packed for row in rows))}"
   )
   if args.plot:
-    _plot(rows, args.plot)
+    _draw(rows, args.plot)
     print(f"picture: {args.plot}")
   return 0
 
 
-def _plot(rows: list[Row], path: str) -> None:
+def _plot():
   try:
-    from matplotlib import figure
+    from jaxpruner import plot
   except ImportError as e:
     raise SystemExit(
-      "--plot needs matplotlib: pip install 'jaxpruner[compare]'"
+      "--plot needs matplotlib: pip install 'jaxpruner[plot]'"
     ) from e
+  return plot
+
+
+def _draw(rows: list[Row], path: str) -> None:
+  plot = _plot()
+  from matplotlib import figure
+
   shown = [row for row in rows if len(row.tensor.shape) > 1 and row.tensor.size]
   sparse = sorted(
     (row for row in shown if 0 < row.kept < row.tensor.size),
@@ -128,17 +125,13 @@ def _plot(rows: list[Row], path: str) -> None:
   height = max(3.0, 0.18 * len(shown), 2.2 * -(-len(sparse) // 3))
   fig = figure.Figure(figsize=(15, height), layout="constrained")
   spec = fig.add_gridspec(int(height / 2.2), 5)
-  bars = fig.add_subplot(spec[:, :2])
-  bars.barh(
-    [row.tensor.name for row in shown], [100 * row.sparsity for row in shown]
+  plot.bars(
+    fig.add_subplot(spec[:, :2]),
+    [row.tensor.name for row in shown],
+    [row.sparsity for row in shown],
   )
-  bars.invert_yaxis()
-  bars.margins(y=0.01)
-  bars.set(xlim=(0, 100), xlabel="sparsity, %")
-  bars.tick_params("y", labelsize=7)
   for i, row in enumerate(sparse):
     axes = fig.add_subplot(spec[i // 3, 2 + i % 3])
-    axes.imshow(row.picture, vmin=0, vmax=1, cmap="gray_r", aspect="auto")
-    axes.set_title(f"{row.tensor.name}\n{row.structure}", fontsize=6)
-    axes.set(xticks=[], yticks=[])
+    assert row.picture is not None  # drawn: it was asked for
+    plot.image(axes, row.picture, f"{row.tensor.name}\n{row.structure}")
   fig.savefig(path, dpi=120)
