@@ -128,10 +128,10 @@ __all__ = [
   "layers_near_collapse",
   "mask_calculator",
   "parse_sparsity_type",
+  "plot",  # pyright: ignore[reportUnsupportedDunderAll]
   "post_training",  # pyright: ignore[reportUnsupportedDunderAll]
   "redistribution",
   "register_algorithm",
-  "plot",  # pyright: ignore[reportUnsupportedDunderAll]
   "sparse",  # pyright: ignore[reportUnsupportedDunderAll]
   "sparsity_distributions",
   "sparsity_schedules",

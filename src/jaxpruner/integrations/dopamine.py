@@ -74,4 +74,4 @@ class SparseDQNAgent(SparseNetwork, dqn_agent.JaxDQNAgent):
         f"algorithm={algorithm!r} masks the forward pass, which belongs to "
         "Dopamine's loss; choose one that masks the weights"
       )
-    super().__init__(num_actions, **options)
+    super().__init__(num_actions, **options)  # pyright: ignore[reportCallIssue]

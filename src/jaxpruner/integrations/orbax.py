@@ -101,7 +101,7 @@ class SparseCheckpoints:
       lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
       {"params": params, "opt_state": opt_state},
     )
-    found = self.manager.restore(
+    found: Any = self.manager.restore(
       step,
       args=ocp.args.Composite(
         tree=ocp.args.StandardRestore(template), about=ocp.args.JsonRestore()
