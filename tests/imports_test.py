@@ -23,6 +23,7 @@ CORE = [
   | {"criteria", "redistribution"},
   _UPDATER | {"base_updater", "transforms"},
   {"algorithms"},
+  {"structures"},
   {"api"},
   {"doctor"},
 ]

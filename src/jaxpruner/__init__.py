@@ -11,6 +11,7 @@ from jaxpruner import (
   sparsity_distributions,
   sparsity_schedules,
   sparsity_types,
+  structures,
   transforms,
 )
 from jaxpruner._state import Category, SparseState, apply_mask, find_state
@@ -138,6 +139,7 @@ __all__ = [
   "sparsity_table",
   "sparsity_types",
   "state_metrics",
+  "structures",
   "summarize_intersection",
   "summarize_sparsity",
   "transforms",

@@ -15,6 +15,7 @@ from jaxpruner import (
   sparsity_distributions,
   sparsity_schedules,
   sparsity_types,
+  structures,
 )
 
 _REGISTRY: dict[str, type[base_updater.BaseUpdater]] = {
@@ -72,6 +73,12 @@ _TYPES = (
     lambda h, w: sparsity_types.Block((h, w), use_avg_pooling=False),
   ),
   (r"channel_(-?\d+)", lambda axis: sparsity_types.Channel(axis)),
+  (
+    r"transposable_(\d+),(\d+)",
+    lambda n, m: structures.TransposableNByM(n, m),
+  ),
+  (r"diagonal_(\d+)", lambda blocks: structures.BlockDiagonal(blocks)),
+  (r"strided_(\d+)", lambda blocks: structures.BlockDiagonal(blocks, True)),
   (r"fan_in", lambda: sparsity_types.ConstantFanIn()),
   (r"fan_in_(-?\d+)", lambda axis: sparsity_types.ConstantFanIn(axis)),
 )
@@ -307,7 +314,7 @@ def _distribution(cls, config, sparsity_type, fields) -> dict[str, Any]:
   if sparsity is None and _knows_sparsity(sparsity_type):
     if not options and "dist_type" not in config:
       return {}
-    if isinstance(sparsity_type, sparsity_types.NByM):
+    if hasattr(sparsity_type, "sparsity"):
       sparsity = sparsity_type.sparsity
   if sparsity is None:
     raise ValueError(
@@ -326,7 +333,7 @@ def _knows_sparsity(sparsity_type) -> bool:
   """Tell whether some leaves need no sparsity, N:M says it all."""
   kinds = sparsity_type
   kinds = kinds.values() if isinstance(kinds, Mapping) else [kinds]
-  return any(isinstance(kind, sparsity_types.NByM) for kind in kinds)
+  return any(hasattr(kind, "sparsity") for kind in kinds)
 
 
 def _rewires(cls) -> bool:
@@ -501,6 +508,10 @@ def _spell_type(kind: Any) -> Any:
   match kind:
     case sparsity_types.Unstructured():
       return "unstructured"
+    case structures.TransposableNByM(n, m):
+      return f"transposable_{n},{m}"
+    case structures.BlockDiagonal(blocks, strided):
+      return f"{'strided' if strided else 'diagonal'}_{blocks}"
     case sparsity_types.NByM(n, m, axis):
       return f"nm_{n},{m},{axis}"
     case sparsity_types.Block((height, width), average):

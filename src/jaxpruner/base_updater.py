@@ -437,16 +437,13 @@ class BaseUpdater:
       name = f"params leaf {_tree.join(leaves[i][0])!r}"
       if not isinstance(wanted[i], jax.Array):
         wanted[i] = sparsity_distributions.check_sparsity(wanted[i], name)
-      if isinstance(kind, sparsity_types.NByM) and not isinstance(
-        wanted[i], jax.Array
-      ):
+      if hasattr(kind, "sparsity") and not isinstance(wanted[i], jax.Array):
         if self.sparsity_distribution_fn is UNSET:
           wanted[i] = kind.sparsity  # the structure says it all
         elif abs(wanted[i] - kind.sparsity) > 1e-6:
           raise ValueError(
-            f"{name}: sparsity={wanted[i]} contradicts {kind.n}:{kind.m}, "
-            f"which removes exactly {kind.sparsity:g}; ask for that, or change "
-            "n and m"
+            f"{name}: sparsity={wanted[i]} contradicts {kind}, which "
+            f"removes exactly {kind.sparsity:g}; ask for that, or change it"
           )
       if hasattr(kind, "check"):
         kind.check(leaves[i][1].shape, wanted[i], name)

@@ -147,6 +147,9 @@ class NByM(SparsityType):
         "every m and must not be larger"
       )
 
+  def __str__(self) -> str:
+    return f"{self.n}:{self.m}"
+
   @property
   def sparsity(self) -> float:
     """The one sparsity this structure has: 1 - n/m."""

@@ -1,0 +1,59 @@
+"""Choose N of N:M for every layer."""
+
+import heapq
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from jaxpruner import _tree, sparsity_distributions, sparsity_types
+
+
+def search_n_by_m(
+  params: Any,
+  sparsity: float,
+  m: int = 16,
+  axis: int = -2,
+  filter_fn: Callable[..., bool] = sparsity_distributions.default_filter,
+) -> dict[str, sparsity_types.NByM]:
+  """Return an N:M type for every leaf, layers giving where it costs least.
+
+  In the manner of DominoSearch (Sun et al., 2021): all leaves start at M:M;
+  again and again the leaf whose next weight per group holds the smallest share
+  of the leaf's energy `Σw²`, per weight removed, gives it up, until the total
+  sparsity is reached. Pass the result as `sparsity_type`.
+
+  Args:
+    params: the weights.
+    sparsity: fraction to remove of all leaves together; reached, and exceeded
+      by less than one step of the last leaf.
+    m: size of the groups.
+    axis: the axis along which they run.
+    filter_fn: `(names, param) -> bool`, the leaves to prune.
+  """
+  sparsity = sparsity_distributions.check_sparsity(sparsity)
+  steps: list[tuple[float, str]] = []
+  losses: dict[str, list[float]] = {}
+  sizes: dict[str, int] = {}
+  for names, leaf in _tree.flatten_with_names(params)[0]:
+    if not filter_fn(names, leaf):
+      continue
+    name = _tree.join(names)
+    sparsity_types.NByM(m, m, axis).check(leaf.shape, 0.0, name)
+    energy = np.square(np.moveaxis(np.asarray(leaf, np.float64), axis, -1))
+    ranked = np.sort(energy.reshape(-1, m), axis=1).sum(0)
+    sizes[name] = leaf.size
+    # Ascending, so the cheapest step of a leaf is always its next.
+    losses[name] = list(ranked / max(ranked.sum(), 1e-30) / leaf.size)
+    heapq.heappush(steps, (losses[name][0], name))
+  left = sparsity * sum(sizes.values())
+  kept = dict.fromkeys(sizes, m)
+  while left > 1e-9 and steps:
+    _, name = heapq.heappop(steps)
+    kept[name] -= 1
+    left -= sizes[name] / m
+    if kept[name] > 1:
+      heapq.heappush(steps, (losses[name][m - kept[name]], name))
+  return {
+    name: sparsity_types.NByM(n, m, axis) for name, n in sorted(kept.items())
+  }
