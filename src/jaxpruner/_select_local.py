@@ -12,12 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from jaxpruner import _select_many
 from jaxpruner import _selection as sel
 from jaxpruner._recipe import Recipe
 from jaxpruner._selection import COUNT, PROBES, Bracket, Plan, at
 
 _RUN = 16  # neighbours a sample takes together: a cache line of float32
 _COMPARISONS = 1 << 22  # so many take about a millisecond
+_FEW = 8  # leaves; more would take too long to compile each by itself
 _GROUPS = 8  # of leaves; a group whose thresholds are known costs nothing
 
 
@@ -261,6 +263,8 @@ def masks(
   plan = Plan.of(leaves, together)
   if int(np.sum(plan.sizes**2)) <= _COMPARISONS:
     return _by_rank(plan, ones, dtype)
+  if len(plan.sizes) > _FEW:
+    return _select_many.masks(plan, ones, dtype)
   whole, wanted = plan.whole(), jnp.maximum(ones, 1)
   sample, real = _sample(plan)
   seen = whole._replace(reach=jnp.asarray(real, COUNT))

@@ -43,13 +43,13 @@ def _exact_ones(size: int, sparsity: float) -> int:
   return min(size, max(1, kept))
 
 
-def _traced_ones(size: int, sparsity: Array) -> Array:
-  """`round_half_even(size * (1 - sparsity))` in 32-bit words.
+def _traced_ones(size: Any, sparsity: Array) -> Array:
+  """`round_half_even(size * (1 - sparsity))` in 32-bit words, elementwise.
 
   A float32 is `mantissa / 2**shift`; size * mantissa takes 56 bits, of which
   a float32 product would keep 24.
   """
-  word = jnp.uint32
+  word, size = jnp.uint32, np.asarray(size, np.uint32)
   bits = lax.bitcast_convert_type(jnp.clip(sparsity, 0, 1), word)
   exponent = bits >> 23
   mantissa = jnp.where(exponent > 0, (bits & 0x7FFFFF) | 0x800000, 0)
@@ -59,7 +59,7 @@ def _traced_ones(size: int, sparsity: Array) -> Array:
   low, high = jnp.zeros_like(bits), jnp.zeros_like(bits)
   for i, part in enumerate((mantissa & 0xFFF, mantissa >> 12)):
     for j, half in enumerate((size & 0xFFFF, size >> 16)):
-      product, by = part * word(half), 12 * i + 16 * j  # below 2**28
+      product, by = part * half, 12 * i + 16 * j  # below 2**28
       low = low + (product << by)
       carry = (low < (product << by)).astype(word)
       high = high + carry + (product >> (32 - by) if by else 0)
@@ -75,11 +75,10 @@ def _traced_ones(size: int, sparsity: Array) -> Array:
   rest |= (below > 31) & ((low >> 31) != 0)
   over = jnp.maximum(below, 32) - 32
   rest |= (high & ((word(1) << over) - 1)) != 0
-  ones = word(size) - removed
+  ones = size - removed
   # The fraction is taken away, so it rounds down from above one half.
   ones -= (half & (rest | ((ones & 1) == 1))).astype(word)
-  ones = jnp.maximum(ones, word(min(size, 1)))
-  return ones.astype(jnp.int32) if size < 1 << 31 else ones
+  return jnp.maximum(ones, np.minimum(size, np.uint32(1)))
 
 
 def num_ones(size: int, sparsity: Any) -> int | Array:
@@ -103,13 +102,22 @@ def num_ones(size: int, sparsity: Any) -> int | Array:
   if not 0 <= size < 1 << 32:
     raise ValueError(f"size must be at least 0 and below 2**32, got {size}")
   if isinstance(sparsity, AtStep):
-    exact = _exact_ones(size, sparsity.target)
-    now = jnp.asarray(sparsity.value, jnp.float32)
-    ones = jnp.maximum(_traced_ones(size, now), exact)
-    return jnp.where(now >= np.float32(sparsity.target), exact, ones)
-  if isinstance(sparsity, jax.Array):
-    return _traced_ones(size, sparsity.astype(jnp.float32))
-  return _exact_ones(size, sparsity)
+    ones = num_ones_each([size], [sparsity])[0]
+  elif isinstance(sparsity, jax.Array):
+    ones = _traced_ones(size, sparsity.astype(jnp.float32))
+  else:
+    return _exact_ones(size, sparsity)
+  return ones.astype(jnp.int32) if size < 1 << 31 else ones
+
+
+def num_ones_each(sizes: Sequence[int], sparsities: Sequence[AtStep]) -> Array:
+  """Return `num_ones` of every leaf, uint32, computed side by side."""
+  now = jnp.stack([jnp.asarray(s.value, jnp.float32) for s in sparsities])
+  target = [s.target for s in sparsities]
+  exact = np.array(list(map(_exact_ones, sizes, target)), np.uint32)
+  ones = jnp.maximum(_traced_ones(sizes, now), exact)
+  done = now >= np.asarray(target, np.float32)
+  return jnp.where(done, exact, ones)
 
 
 def topk_masks(

@@ -393,6 +393,33 @@ def expand(kind: SparsityType, units: Array, like: Any) -> Array:
   )
 
 
+def _ones_each(
+  types: Sequence[SparsityType], shapes: Sequence[Shape], sparsities: Any
+) -> list[Any]:
+  """Return how many units each leaf keeps.
+
+  Scheduled counts are computed side by side: one by one, each leaf would add
+  its own scalar kernels to the program.
+  """
+  plain = [
+    i
+    for i, kind in enumerate(types)
+    if type(kind).ones is SparsityType.ones
+    and isinstance(sparsities[i], mask_calculator.AtStep)
+  ]
+  counts: dict[int, Any] = {}
+  if plain:
+    each = mask_calculator.num_ones_each(
+      [types[i].units(shapes[i]) for i in plain],
+      [sparsities[i] for i in plain],
+    )
+    counts = {i: each[row] for row, i in enumerate(plain)}
+  return [
+    counts[i] if i in counts else kind.ones(shapes[i], sparsities[i])
+    for i, kind in enumerate(types)
+  ]
+
+
 def create_masks(
   types: Sequence[Any], scores: Sequence[Array], sparsities: Sequence[Any]
 ) -> list[Array]:
@@ -406,7 +433,11 @@ def create_masks(
   units = select(
     [types[i] for i in rest],
     [pool(types[i], scores[i]) for i in rest],
-    [types[i].ones(scores[i].shape, sparsities[i]) for i in rest],
+    _ones_each(
+      [types[i] for i in rest],
+      [scores[i].shape for i in rest],
+      [sparsities[i] for i in rest],
+    ),
   )
   masks: dict[int, Array] = {
     i: expand(types[i], unit, scores[i])

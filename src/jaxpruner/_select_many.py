@@ -1,0 +1,181 @@
+"""Select on one device, for many leaves: one kernel visits all of them.
+
+Compiling each pass for each leaf by itself would take longer than compiling
+the model. Here every leaf is cut into pieces of one length, and one loop
+visits piece after piece; only fetching a piece is compiled per leaf.
+"""
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from jaxpruner import _selection as sel
+from jaxpruner._selection import COUNT, PROBES, Plan
+
+_PIECE = 1 << 16  # stays in the cache from fetching to counting
+_SAMPLE = 1 << 11
+
+
+class _Pieces:
+  """Where the pieces lie; all but `fetch` are static facts."""
+
+  def __init__(self, plan: Plan):
+    sizes = plan.leaf_sizes.astype(np.int64)
+    self.plan = plan
+    self.length = min(_PIECE, 1 << int(sizes.max() - 1).bit_length())
+    self.number = -(-sizes // self.length)
+    self.ends = np.cumsum(self.number)
+    self.leaf = np.repeat(np.arange(len(sizes)), self.number)
+    self.segment = plan.segments[self.leaf].astype(np.int32)
+    begin = np.arange(self.ends[-1]) - (self.ends - self.number)[self.leaf]
+    begin *= self.length
+    # The last piece ends with its leaf, and overlaps the one before.
+    start = np.minimum(begin, np.maximum(sizes[self.leaf] - self.length, 0))
+    self.start = start.astype(np.uint32)
+    self.fresh = (begin - start).astype(np.uint32)
+    self.end = np.minimum(sizes[self.leaf] - start, self.length)
+    self.end = self.end.astype(np.uint32)
+
+  def fetch(self, piece: Array) -> tuple[Array, Array]:
+    """Images of a piece, and which of them count."""
+
+    def of(i):
+      def run(start):
+        flat = self.plan.image(i).reshape(-1)
+        if flat.size >= self.length:
+          flat = lax.dynamic_slice(flat, (start,), (self.length,))
+        else:
+          flat = jnp.pad(flat, (0, self.length - flat.size))
+        return flat.astype(self.plan.wide)
+
+      return run
+
+    leaves = range(len(self.plan.leaves))
+    images = lax.switch(
+      jnp.asarray(self.leaf, jnp.int32)[piece],
+      [of(i) for i in leaves],
+      jnp.asarray(self.start)[piece],
+    )
+    place = lax.iota(COUNT, self.length)
+    counts = place >= jnp.asarray(self.fresh)[piece]
+    counts &= place < jnp.asarray(self.end)[piece]
+    return images, counts
+
+  def join(self, rows: Array) -> list[Array]:
+    """Leaves of the rows [pieces, length] that the loop has written."""
+    leaves = []
+    for leaf, end, number in zip(
+      self.plan.leaves, self.ends, self.number, strict=True
+    ):
+      flat = rows[end - number : end].reshape(-1)
+      overlap = int(self.fresh[end - 1])
+      if overlap:
+        last = (int(number) - 1) * self.length
+        flat = jnp.concatenate([flat[:last], flat[last + overlap :]])
+      leaves.append(flat[: leaf.size].reshape(leaf.shape))
+    return leaves
+
+  def sample(self) -> tuple[Array, np.ndarray]:
+    """A row of images per segment, padded at the bottom; how many are real."""
+    plan, rows = self.plan, []
+    for segment in range(len(plan.sizes)):
+      parts, members = [], np.flatnonzero(plan.segments == segment).tolist()
+      for i in members:
+        flat = plan.image(i).reshape(-1)
+        step = -(-flat.size * len(members) // _SAMPLE)
+        parts.append(flat[:: min(step, flat.size)].astype(plan.wide))
+      rows.append(parts[0] if len(parts) == 1 else jnp.concatenate(parts))
+    real = np.array([row.size for row in rows])
+    bottom = jnp.iinfo(plan.wide).min
+    pad = lambda x: jnp.pad(x, (0, real.max() - x.size), constant_values=bottom)
+    return jnp.stack([pad(row) for row in rows]), real
+
+
+def _guess(pieces: _Pieces, ones: Array) -> Array:
+  """The first probes [S, P]: around where a sample has its threshold."""
+  sample, real = pieces.sample()
+  sample = jnp.sort(sample, axis=1)
+  share = ones.astype(jnp.float32) / pieces.plan.sizes.astype(np.float32)
+  count = real.astype(np.float32)
+  spread = 3.5 * jnp.sqrt(count * share * (1 - share)) + 2
+  ranks = (share * count)[:, None] + spread[:, None] * _RANKS
+  # Ranks are from the top; probes ascend.
+  index = sample.shape[1] - jnp.clip(ranks, 1, count[:, None])
+  probes = jnp.take_along_axis(sample, index.astype(jnp.int32), 1)
+  return probes
+
+
+_RANKS = np.linspace(1, -1, PROBES, dtype=np.float32)
+
+
+def masks(plan: Plan, ones: Array, dtype) -> list[Array]:
+  """Masks with `ones` [S] ones per segment, for leaves on one device."""
+  pieces = _Pieces(plan)
+  segment = jnp.asarray(pieces.segment)
+  total, whole = len(pieces.leaf), plan.whole()
+  wanted = jnp.maximum(ones, 1)
+
+  def count(probes, active, carry):
+    def visit(piece, counts):
+      mine = segment[piece]
+
+      def run(probes):
+        images, real = pieces.fetch(piece)
+        hits = [(images >= probes[p]) & real for p in range(PROBES)]
+        found = sel.sums([h.astype(jnp.int32) for h in hits], (0,))
+        return jnp.stack(found).astype(COUNT)
+
+      found = lax.cond(
+        active[mine], run, lambda p: jnp.zeros(PROBES, COUNT), probes[mine]
+      )
+      return counts.at[mine].add(found)
+
+    blank = sel.vary(jnp.zeros(probes.shape, COUNT), plan.inputs)
+    return lax.fori_loop(0, total, visit, blank), carry
+
+  bracket, _, _ = sel.search(
+    count,
+    wanted,
+    whole,
+    whole.high,
+    anchor=plan.inputs,
+    first=_guess(pieces, wanted),
+  )
+  level = jnp.where(ones == 0, whole.high, bracket.low)
+  room = jnp.where(bracket.reach == wanted, bracket.reach, wanted)
+  room = jnp.where(ones == 0, 0, room - bracket.beyond)
+
+  def write(piece, state):
+    rows, room = state
+    mine = segment[piece]
+    images, real = pieces.fetch(piece)
+    equal = (images == level[mine]) & real
+    ties, _ = sel.sums([equal.astype(COUNT)] * 2, (0,))
+    left = room[mine]
+    end = lax.cond(
+      ties > left, _cut, lambda *_: COUNT(pieces.length), equal, left
+    )
+    place = lax.iota(COUNT, pieces.length)
+    row = (images > level[mine]) | (equal & (place < end))
+    room = room.at[mine].set(left - jnp.minimum(ties, left))
+    return lax.dynamic_update_index_in_dim(
+      rows, row.astype(dtype), piece, 0
+    ), room
+
+  rows = jnp.zeros((total, pieces.length), dtype)
+  start = sel.vary((rows, room), (plan.inputs, level))
+  rows, _ = lax.fori_loop(0, total, write, start)
+  return pieces.join(rows)
+
+
+def _cut(equal: Array, left: Array) -> Array:
+  """Where to end so that `left` of the ties come before."""
+  place = lax.iota(COUNT, equal.size)
+
+  def halve(turn, end):
+    trial = end + (COUNT(equal.size) >> (turn + 1).astype(COUNT))
+    before = (equal & (place < trial)).astype(COUNT)
+    return jnp.where(sel.sums([before] * 2, (0,))[0] <= left, trial, end)
+
+  turns = equal.size.bit_length() - 1
+  return lax.fori_loop(0, turns, halve, sel.vary(COUNT(0), (equal, left)))
