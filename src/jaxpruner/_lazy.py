@@ -14,10 +14,12 @@ import jax.numpy as jnp
 
 # Cheap operations that keep the shape: worth repeating in every pass.
 _CHEAP = frozenset(
-  "abs add and convert_element_type copy div eq ge gt integer_pow le lt max "
-  "min mul ne neg not or select_n sign square sub".split()
+  "abs add and broadcast_in_dim convert_element_type copy div eq ge gt "
+  "integer_pow iota le lt max min mul ne neg not or select_n "
+  "shift_right_logical sign slice square squeeze sub xor".split()
 )
 _LONGEST = 12
+_SMALL = 1024  # values that are computed once, however dear
 
 
 class Lazy:
@@ -47,37 +49,50 @@ def lift(fn: Callable[..., jax.Array], *scores: Any) -> Any:
 def defer(fn: Callable[..., Any], *args: Any) -> Any:
   """Return `fn(*args)` with its elementwise results as `Lazy`."""
   closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
-  jaxpr, inputs = closed.jaxpr, jax.tree.leaves(args)
-  producers = {out: eqn for eqn in jaxpr.eqns for out in eqn.outvars}
+  jaxpr = closed.jaxpr
+  known = dict(zip(jaxpr.invars, jax.tree.leaves(args), strict=True))
+  known |= zip(jaxpr.constvars, closed.consts, strict=True)
+  # Small values are computed once, however dear.
+  producers = {
+    out: eqn
+    for eqn in jaxpr.eqns
+    for out in eqn.outvars
+    if _is_cheap(eqn) or out.aval.size > _SMALL
+  }
   slices = [_slice(producers, out) for out in jaxpr.outvars]
-  cheap = [
-    eqns is not None and all(_is_cheap(eqn) for eqn in eqns) for eqns in slices
-  ]
-  results: list[Any] = [None] * len(cheap)
-  rest = [i for i, c in enumerate(cheap) if not c]
-  if rest:
-    everything = jax.extend.core.jaxpr_as_fun(closed)(*inputs)
-    for i in rest:
-      results[i] = everything[i]
-  for i, eqns in enumerate(slices):
-    if cheap[i]:
-      part = closed.replace(
-        jaxpr=jaxpr.replace(eqns=eqns, outvars=[jaxpr.outvars[i]])
-      )
-      run = jax.extend.core.jaxpr_as_fun(part)
-      results[i] = Lazy(lambda run=run: run(*inputs)[0])
+  needed = {
+    x for x, eqns in zip(jaxpr.outvars, slices, strict=True) if not eqns
+  }
+  for eqns in filter(None, slices):
+    needed |= {x for eqn in eqns for x in eqn.invars if _is_variable(x)}
+    needed -= {out for eqn in eqns for out in eqn.outvars}
+  once = [x for eqn in jaxpr.eqns for x in eqn.outvars if x in needed]
+  if once:
+    run = jax.extend.core.jaxpr_as_fun(
+      closed.replace(jaxpr=jaxpr.replace(outvars=once))
+    )
+    known |= zip(once, run(*jax.tree.leaves(args)), strict=True)
+
+  def result(out, eqns):
+    if not eqns:
+      return known[out] if _is_variable(out) else jnp.asarray(out.val)
+    part = jaxpr.replace(
+      constvars=[], invars=list(known), eqns=eqns, outvars=[out]
+    )
+    run = jax.extend.core.jaxpr_as_fun(closed.replace(jaxpr=part, consts=[]))
+    return Lazy(lambda: run(*known.values())[0])
+
+  results = list(map(result, jaxpr.outvars, slices))
   return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
 
 def _slice(producers: dict[Any, Any], out: Any) -> list[Any] | None:
-  """Return the equations an output needs, or None if they are many."""
+  """Return the equations an output needs; None if they are many or dear."""
   eqns: dict[int, Any] = {}
   done: list[Any] = []
 
   def visit(atom):
-    if isinstance(atom, jax.extend.core.Literal):
-      return
-    eqn = producers.get(atom)
+    eqn = producers.get(atom) if _is_variable(atom) else None
     if eqn is None or id(eqn) in eqns or len(eqns) > _LONGEST:
       return
     eqns[id(eqn)] = eqn
@@ -86,7 +101,11 @@ def _slice(producers: dict[Any, Any], out: Any) -> list[Any] | None:
     done.append(eqn)  # after what it needs
 
   visit(out)
-  return None if len(eqns) > _LONGEST else done
+  return None if len(eqns) > _LONGEST or not all(map(_is_cheap, done)) else done
+
+
+def _is_variable(atom: Any) -> bool:
+  return not isinstance(atom, jax.extend.core.Literal)
 
 
 def _is_cheap(eqn: Any) -> bool:

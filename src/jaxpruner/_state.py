@@ -11,7 +11,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpruner import _tree, mask_calculator
+from jaxpruner import _selection, _tree, mask_calculator
 
 Array: TypeAlias = jax.Array
 PyTree: TypeAlias = Any
@@ -225,19 +225,39 @@ def _key_of(leaves: list[Array]) -> Array:
   return jax.random.key_data(jax.random.key(total))
 
 
-@functools.partial(jax.jit, static_argnames="names")
 def draw(
   data: Array, salt: Any, leaves: list[Array], names: tuple[_tree.Names, ...]
 ) -> list[Array]:
   """Return uniform float32 scores that depend on key, salt and path only."""
+  words = _words(data, salt, names)
+  return [_uniform(words[i], leaf) for i, leaf in enumerate(leaves)]
+
+
+@functools.partial(jax.jit, static_argnames="names")
+def _words(data: Array, salt: Any, names: tuple[_tree.Names, ...]) -> Array:
+  """Two random words for each leaf."""
   key = jax.random.fold_in(jax.random.wrap_key_data(data), salt)
-  return [
-    _tree.shard_like(
-      jax.random.uniform(_tree.leaf_key(key, path), leaf.shape, jnp.float32),
-      leaf,
-    )
-    for path, leaf in zip(names, leaves, strict=True)
-  ]
+  paths = jnp.array([_tree.path_hash(path) for path in names], jnp.uint32)
+  keys = jax.vmap(lambda path: jax.random.fold_in(key, path))(paths)
+  return jax.random.key_data(keys)
+
+
+@jax.jit
+def _uniform(words: Array, like: Array) -> Array:
+  """Random numbers as a cheap function of the index.
+
+  Unlike those of `jax.random`, they can be computed anew in every pass over
+  the scores instead of being stored.
+  """
+  bits = _selection.flat_index(like.shape) * np.uint32(0x9E3779B1)
+  for word in (words[0], words[1]):
+    bits = bits ^ word
+    # Multiplication carries low bits upwards, shifts bring them back.
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+      bits = (bits ^ (bits >> np.uint32(shift))) * np.uint32(factor)
+    bits = bits ^ (bits >> np.uint32(16))
+  scores = (bits >> np.uint32(8)).astype(jnp.float32) * np.float32(2**-24)
+  return _tree.shard_like(scores, like)
 
 
 def refuse_nan(leaves: list[tuple[_tree.Names, Any]]) -> None:

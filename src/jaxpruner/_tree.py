@@ -138,9 +138,9 @@ def match_patterns(
   return [applies(path) for path in paths]
 
 
-def leaf_key(key: jax.Array, names: Names) -> jax.Array:
-  """Derive a leaf's PRNG key from its path: leaf order never matters."""
-  return jax.random.fold_in(key, zlib.crc32(join(names).encode()))
+def path_hash(names: Names) -> int:
+  """A number for a leaf's path, to draw by: leaf order never matters."""
+  return zlib.crc32(join(names).encode())
 
 
 def shard_like(x: jax.Array, param: jax.Array) -> jax.Array:

@@ -1,0 +1,105 @@
+"""Laws of selection over many leaves: the same masks as a stable sort."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxpruner import _select_many, mask_calculator
+from jaxpruner._recipe import recipe
+from jaxpruner._selection import Plan
+
+# Shorter, equal to, and no multiple of a piece.
+SHAPES = [(7,), (3, 5), (64,), (8, 9), (50, 4)]
+
+
+@functools.partial(jax.jit, static_argnames="together")
+def select(leaves, ones, together=False):
+  plan = Plan.of([recipe(leaf) for leaf in leaves], together)
+  return _select_many.masks(plan, ones, jnp.uint8)
+
+
+def reference(leaves, ones, together=False):
+  """The first `ones` of a stable descending sort; NaN comes last."""
+  if together:
+    flat = np.concatenate([np.ravel(leaf) for leaf in leaves])
+    mask = reference([flat], ones)[0]
+    parts = np.split(mask, np.cumsum([leaf.size for leaf in leaves])[:-1])
+    shapes = [leaf.shape for leaf in leaves]
+    return [p.reshape(s) for p, s in zip(parts, shapes, strict=True)]
+  masks = []
+  for leaf, count in zip(leaves, ones, strict=True):
+    scores = np.where(np.isnan(leaf), -np.inf, leaf.astype(np.float64)).ravel()
+    real = ~np.isnan(leaf).ravel()
+    order = np.lexsort((np.arange(scores.size), -scores, ~real))
+    mask = np.zeros(scores.size, np.uint8)
+    mask[order[:count]] = 1
+    masks.append(mask.reshape(leaf.shape))
+  return masks
+
+
+@pytest.fixture(autouse=True)
+def short_pieces(monkeypatch):
+  monkeypatch.setattr(_select_many, "_PIECE", 64)
+  monkeypatch.setattr(_select_many, "_SAMPLE", 16)
+
+
+def leaves_of(seed, levels):
+  """Leaves with few distinct values, signed zeros, infinities and NaN."""
+  rng = np.random.default_rng(seed)
+  values = rng.standard_normal(levels).astype(np.float32)
+  values = np.append(values, np.float32([0.0, -0.0, np.inf, -np.inf, np.nan]))
+  return [rng.choice(values, shape) for shape in SHAPES]
+
+
+@given(st.integers(0, 2**32 - 1), st.sampled_from([1, 3, 1000]), st.data())
+def test_masks_are_those_of_a_stable_sort(seed, levels, data):
+  leaves = leaves_of(seed, levels)
+  ones = [data.draw(st.integers(0, leaf.size)) for leaf in leaves]
+  found = select(leaves, jnp.array(ones, jnp.uint32))
+  for mask, wanted in zip(found, reference(leaves, ones), strict=True):
+    np.testing.assert_array_equal(mask, wanted)
+
+
+@given(st.integers(0, 2**32 - 1), st.sampled_from([1, 3, 1000]), st.data())
+def test_leaves_ranked_together_are_one_sort(seed, levels, data):
+  leaves = leaves_of(seed, levels)
+  ones = [data.draw(st.integers(0, sum(leaf.size for leaf in leaves)))]
+  found = select(leaves, jnp.array(ones, jnp.uint32), together=True)
+  for mask, wanted in zip(found, reference(leaves, ones, True), strict=True):
+    np.testing.assert_array_equal(mask, wanted)
+
+
+@pytest.mark.quick
+def test_vmap_and_sixteen_bits():
+  rng = np.random.default_rng(0)
+  leaves = [
+    jnp.asarray(rng.standard_normal((2, *shape)), jnp.bfloat16)
+    for shape in SHAPES
+  ]
+  ones = jnp.asarray([[3, 5, 9, 0, 200], [1, 15, 64, 72, 101]], jnp.uint32)
+  found = jax.vmap(select)(leaves, ones)
+  for row in range(2):
+    alone = [np.asarray(leaf[row], np.float32) for leaf in leaves]
+    wanted = reference(alone, ones[row].tolist())
+    for mask, right in zip(found, wanted, strict=True):
+      np.testing.assert_array_equal(mask[row], right)
+
+
+@pytest.mark.quick
+def test_many_leaves_are_visited_by_one_kernel(monkeypatch):
+  called = []
+  real = _select_many.masks
+  monkeypatch.setattr(
+    _select_many, "masks", lambda *args: called.append(1) or real(*args)
+  )
+  rng = np.random.default_rng(0)
+  leaves = [rng.standard_normal(1000).astype(np.float32) for _ in range(9)]
+  found = jax.jit(lambda *x: mask_calculator.topk_masks(x, [100] * 9))(*leaves)
+  assert called
+  for mask, wanted in zip(found, reference(leaves, [100] * 9), strict=True):
+    np.testing.assert_array_equal(mask, wanted)
