@@ -150,9 +150,12 @@ def update_tally(
   tally: Tally, old: list[Any], new: list[Any], seen: list[Any], fresh: bool
 ) -> Tally:
   """Return the counts of an update from masks to masks."""
-  kept = jnp.stack([count_ones(b) for b in new])
-  # On bits and on bytes of 0 and 1 alike.
-  grown = jnp.stack([count_ones(b & ~a) for a, b in zip(old, new, strict=True)])
+  counts = []
+  for a, b in zip(old, new, strict=True):
+    # On bits and on bytes of 0 and 1 alike.
+    ones = [jax.lax.population_count(x).astype(jnp.uint32) for x in (b, b & ~a)]
+    counts.append(jnp.stack(_selection.sums(ones, tuple(range(b.ndim)))))
+  kept, grown = jnp.stack(counts, 1)
   return tally._replace(
     kept=kept,
     grown=grown,

@@ -299,7 +299,10 @@ class BaseUpdater:
         _tree.align(params, updates, "grads")  # raises where they differ
       state = self.observe(state, params, updates)
       due = self.scheduler.is_mask_update_iter(state.count)
+      old_masks = state.masks
       state = self._update_if(due, state, params, updates)
+      if self.regrows:
+        state = self._with_fresh_moments(inner, state, old_masks, params)
       new_updates, inner_state = inner.update(
         self.prepare_gradients(updates, state, params),
         state.inner_state,
@@ -315,20 +318,6 @@ class BaseUpdater:
           inner_state,
           state.inner_state,
         )
-      if self.regrows:
-        # Every step, in the pass that writes the moments anyway: a conditional
-        # reset on growth would copy the whole optimizer state instead.
-        keep = [
-          None if mask is None else self._unpack(mask, p)
-          for p, mask in zip(
-            jax.tree.leaves(params),
-            _tree.align(params, state.masks),
-            strict=True,
-          )
-        ]
-        # Some moments start at the parameter: that of a pruned one is zero.
-        fresh = inner.init(self.apply_masks(params, state.masks))
-        inner_state = _tree.pin_moments(inner_state, fresh, params, keep)
       new_updates = self.confine(new_updates, state, params)
       state = state._replace(
         inner_state=inner_state,
@@ -489,11 +478,8 @@ class BaseUpdater:
       if mask is None or old[i] is None:
         new[i] = old[i]
         continue
-      finite = functools.reduce(
-        jnp.logical_and,
-        [jnp.all(jnp.isfinite(_lazy.value(c[i]))) for c in columns],
-        jnp.array(True),
-      )
+      each = [jnp.isfinite(_lazy.value(column[i])) for column in columns]
+      finite = jnp.all(functools.reduce(jnp.logical_and, each, True))
       packed = self._pack(mask)
       kept = finite
       if self.continue_sparse and not self.regrows:
@@ -536,6 +522,28 @@ class BaseUpdater:
       ),
       params,
       targets,
+    )
+
+  def _with_fresh_moments(self, inner, state, old_masks, params) -> SparseState:
+    """Return the state with moments fresh where a weight is or was pruned.
+
+    Every step, in the pass that reads the moments anyway: a conditional reset
+    on growth would copy the whole optimizer state, and a reset in the pass that
+    writes them would keep the old ones alive beside the new.
+    """
+    keep: list[Any] = [
+      None if new is None else self._unpack(old & new, param)
+      for param, old, new in zip(
+        jax.tree.leaves(params),
+        _tree.align(params, old_masks),
+        _tree.align(params, state.masks),
+        strict=True,
+      )
+    ]
+    # Some moments start at the parameter: that of a pruned one is zero.
+    fresh = inner.init(self.apply_masks(params, state.masks))
+    return state._replace(
+      inner_state=_tree.pin_moments(state.inner_state, fresh, params, keep)
     )
 
   def _held(self, params: PyTree, masks: Masks) -> tuple[list[Any], list[Any]]:
