@@ -250,5 +250,6 @@ def test_category_is_filled_in(name):
   category = jaxpruner.algorithm_category(name)
   assert category.when in ("before", "during", "after")
   assert category.start in ("dense", "dense-to-sparse", "sparse-to-sparse")
-  assert category.needs <= {"gradients", "data", "activations", "random"}
+  known = {"gradients", "data", "activations", "random", "loss"}
+  assert category.needs <= known
   assert category.cost and (category.paper or not prunes(name))

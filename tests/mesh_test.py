@@ -58,7 +58,11 @@ def updater(name, **options):
     config |= {"update_start_step": 1, "update_end_step": 3}
   else:
     del config["update_freq"]
-  return jaxpruner.create_updater_from_config(config)
+  pruner = jaxpruner.create_updater_from_config(config)
+  apply = lambda p, x: x @ p["a"]["kernel"] @ p["b"]["kernel"][:, :6].T
+  loss = lambda p, x: jnp.sum((apply(p, x) - 1) ** 2)
+  batch = jnp.ones((2, 8))
+  return pruner.bind(loss, batch, apply, batch)
 
 
 def within(kind):

@@ -59,10 +59,14 @@ def make_batch() -> Any:
   )
 
 
+def apply_fn(params: Any, x: Any) -> Any:
+  hidden = jnp.tanh(x @ params["in"]["kernel"] + params["in"]["bias"])
+  return hidden @ params["out"]["kernel"]
+
+
 def loss_fn(params: Any, batch: Any) -> Any:
   x, y = batch
-  hidden = jnp.tanh(x @ params["in"]["kernel"] + params["in"]["bias"])
-  error = hidden @ params["out"]["kernel"] - y
+  error = apply_fn(params, x) - y
   # The temperature's gradient depends on no other leaf: a control.
   return jnp.mean(error**2) + jnp.sum((params["temperature"] - 2) ** 2)
 
@@ -71,9 +75,11 @@ def make_updater(name: str, **config: Any) -> jaxpruner.BaseUpdater:
   """Return an algorithm that is done by step 6 of 8."""
   if jaxpruner.algorithm_category(name).start == "dense":
     return jaxpruner.create_updater_from_config({"algorithm": name})
-  return jaxpruner.create_updater_from_config(
+  updater = jaxpruner.create_updater_from_config(
     {"algorithm": name, "sparsity": SPARSITY, "total_steps": STEPS, **config}
   )
+  batch = make_batch()
+  return updater.bind(loss_fn, batch, apply_fn, batch[0])
 
 
 class Trainer:

@@ -49,6 +49,9 @@ _REGISTRY: dict[str, type[base_updater.BaseUpdater]] = {
   "fisher": algorithms.FisherPruning,
   "wood_fisher": algorithms.WoodFisherPruning,
   "cram": algorithms.CrAM,
+  "snip": algorithms.SNIP,
+  "grasp": algorithms.GraSP,
+  "synflow": algorithms.SynFlow,
 }
 
 _DISTRIBUTIONS = {

@@ -1,6 +1,7 @@
 """The algorithms, one file per family."""
 
 from jaxpruner.algorithms.alternating import ACDC
+from jaxpruner.algorithms.at_init import SNIP, GraSP, SynFlow
 from jaxpruner.algorithms.cram import CrAM
 from jaxpruner.algorithms.decaying import DecayingMaskPruning
 from jaxpruner.algorithms.dynamic import (
@@ -44,6 +45,9 @@ from jaxpruner.algorithms.top_kast import TopKAST
 
 __all__ = [
   "ACDC",
+  "SNIP",
+  "GraSP",
+  "SynFlow",
   "DSR",
   "ITOP",
   "MEST",

@@ -117,23 +117,31 @@ class GlobalPruning(base_updater.BaseUpdater):
       chosen = mask_calculator.topk_masks(units, ones, together=True)
       for i, mask in zip(ranked, chosen, strict=True):
         masks[i] = mask
-      _say_if_wiped_out([leaves[i][0] for i in ranked], chosen)
+      wiped = treedef.unflatten(masks)
+      say_if_wiped_out(wiped, wiped)
     return treedef.unflatten(masks)
 
   create_masks.takes_lazy = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
-def _say_if_wiped_out(names, masks) -> None:
+def say_if_wiped_out(params: Any, masks: Any) -> None:
+  """Warn of masks without a single one, unless they are traced."""
   empty = [
-    _tree.join(name)
-    for name, mask in zip(names, masks, strict=True)
-    if not isinstance(mask, jax.core.Tracer) and not bool(jnp.any(mask))
+    _tree.join(names)
+    for (names, _), mask in zip(
+      _tree.flatten_with_names(params)[0],
+      _tree.align(params, masks),
+      strict=True,
+    )
+    if mask is not None
+    and not isinstance(mask, jax.core.Tracer)
+    and not bool(jnp.any(mask))
   ]
   if empty:
     warnings.warn(
-      f"global pruning removed every weight of {', '.join(empty)}; lower the "
-      "sparsity, normalise with use_normalization=True, or give these leaves "
-      "a custom_sparsity_map",
+      f"global pruning removed every weight of {', '.join(empty)}: the layer "
+      "has collapsed; lower the sparsity, normalise with "
+      "use_normalization=True, or give these leaves a custom_sparsity_map",
       stacklevel=4,
     )
 

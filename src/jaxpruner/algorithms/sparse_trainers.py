@@ -49,7 +49,7 @@ class StaticRandomSparse(base_updater.BaseUpdater):
     del params, grads
     return sparse_state
 
-  def instant_sparsify(self, params, grads=None):
+  def instant_sparsify(self, params, grads=None) -> tuple[Any, Any]:
     del params, grads
     raise RuntimeError(
       f"{type(self).__name__} trains sparse from the start, it prunes nothing "

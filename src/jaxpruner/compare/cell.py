@@ -241,8 +241,10 @@ def _dense_gradients(updater: Any, steps: int) -> int:
   """
   category = updater.category
   sparse = category.start == "sparse-to-sparse" and category.dynamic
-  if not (sparse and "gradients" in category.needs):
+  if not (sparse and "gradients" in updater.needs):
     return 0
+  if "momentum" in updater.needs:
+    return steps
   every = np.arange(steps)
   due = jax.vmap(updater.scheduler.is_mask_update_iter)(jnp.asarray(every))
   return int(np.sum(np.asarray(due)))
@@ -267,10 +269,20 @@ def _size_record(params, masks, cell) -> dict[str, Any]:
     "realised": [r / prunable for r in removed] if prunable else [0.0] * seeds,
     "nonzero_pruned": kept_zero,
     "leaves": len(flat),
+    "collapsed": _collapsed(masks),
     "weights": report.count_weights(one(params), one(masks)),
     "bytes": report.stored_bytes(one(params), one(masks)),
     "bytes_dense": report.stored_bytes(one(params)),
   }
+
+
+def _collapsed(masks) -> list[str]:
+  """Name the leaves that lost every weight in some seed."""
+  return [
+    report.path_name(path)
+    for path, mask in jax.tree_util.tree_flatten_with_path(masks)[0]
+    if not np.all(np.any(mask.reshape(mask.shape[0], -1), axis=1))
+  ]
 
 
 def _problem(record, task, cell, settings) -> str:
@@ -285,7 +297,9 @@ def _problem(record, task, cell, settings) -> str:
   if not record["prunable"]:
     return "nothing was pruned"
   # Each leaf rounds to whole weights; blocks and channels to whole blocks.
-  slack = 0.01 if settings.type else 1e-4
+  cls = jaxpruner.algorithm_class(cell.algorithm)
+  plain = cls.sparsity_type == jaxpruner.Unstructured() and not settings.type
+  slack = 1e-4 if plain else 0.01
   slack += record["leaves"] / record["prunable"]
   for realised in record["realised"]:
     if abs(realised - cell.sparsity) > slack:

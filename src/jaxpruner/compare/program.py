@@ -56,9 +56,24 @@ def build(task: Task, updater: Any, data: PyTree, devices: int = 1) -> Program:
       return jax.tree.map(lambda _: None, params)
     return masks
 
+  def first_tx(params: PyTree, data: PyTree, key: jax.Array) -> Any:
+    """Return `tx`, which may look at the first batch to prune at the start."""
+    if "loss" not in updater.needs:
+      return tx
+    world = task.start(params, data, jax.random.fold_in(key, 1))
+    batch_key, loss_key = jax.random.split(jax.random.fold_in(key, 2))
+    _, batch = task.interact(world, params, data, batch_key, jnp.array(0))
+    bound = updater.bind(
+      lambda p, batch: task.loss(p, batch, loss_key),
+      batch,
+      task.apply,
+      task.example(data),
+    )
+    return bound.wrap_optax(task.optimizer())
+
   def start(key: jax.Array, data: PyTree) -> Carry:
     params = task.init(jax.random.fold_in(key, 0))
-    opt_state = tx.init(params)
+    opt_state = first_tx(params, data, key).init(params)
     params = updater.post_gradient_update(params, opt_state)
     world = task.start(params, data, jax.random.fold_in(key, 1))
     masks = masks_of(params, opt_state)
@@ -103,9 +118,10 @@ def build(task: Task, updater: Any, data: PyTree, devices: int = 1) -> Program:
     active = sum(m.sum(dtype=jnp.float32) for m in jax.tree.leaves(seen))
     mean = lambda m: m.mean(dtype=jnp.float32)
     density = jax.tree.map(mean, masks)
-    stored = density
-    if not getattr(updater, "holds_zeros", True):
-      stored = jax.tree.map(jnp.ones_like, density)
+    trained = updater.trained_masks(jaxpruner.find_state(carry.opt_state))
+    stored = jax.tree.map(jnp.ones_like, density)
+    if trained is not None and size:
+      stored = jax.tree.map(mean, trained)
     taken = Snapshot(
       density,
       stored,

@@ -38,6 +38,7 @@ class Row:
   ece: Estimate | None = None
   latency: float | None = None
   seconds: float | None = None
+  collapsed: str = ""  # leaves that lost every weight
 
 
 TIMES = ("latency", "seconds")
@@ -112,13 +113,14 @@ def _row(task, sparsity, cell, record, dense) -> Row:
     weights=record["weights"],
     noise=optional("noise_accuracy"),
     ece=optional("ece"),
+    collapsed=" ".join(record.get("collapsed", ())),
   )
 
 
 HEADER: Sequence[str] = (
   "task sparsity group algorithm metric mean std low high difference "
   "difference_low difference_high realised training_flops inference_flops "
-  "bytes weights noise_accuracy ece latency seconds problem"
+  "bytes weights noise_accuracy ece latency seconds collapsed problem"
 ).split()
 
 
@@ -151,6 +153,7 @@ def flat(row: Row) -> dict[str, Any]:
     "ece": row.ece.mean if row.ece else None,
     "latency": row.latency,
     "seconds": row.seconds,
+    "collapsed": row.collapsed,
     "problem": row.problem,
   }
   nothing = lambda v: isinstance(v, float) and math.isnan(v)
@@ -204,12 +207,13 @@ def spelled(row: Row) -> list[str]:
     against = f"{d.mean:+.2f}"
     if not math.isnan(d.low):
       against += f" [{d.low:+.2f}, {d.high:+.2f}]"
+  lost = f" (collapsed: {row.collapsed})" if row.collapsed else ""
   return [
     row.algorithm,
     f"{m.mean:.2f}{spread}",
     interval,
     against,
-    f"{100 * (row.realised or 0):.2f} %" if row.realised else "–",
+    f"{100 * row.realised:.2f} %{lost}" if row.realised else "–",
     f"{row.training_flops:.2f}×",
     f"{row.inference_flops:.2f}×",
     f"{(row.bytes or 0) / 1000:,.0f}",

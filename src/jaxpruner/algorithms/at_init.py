@@ -1,0 +1,218 @@
+"""Pruning at initialization: masks from a loss, before the first step."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from jaxpruner import (
+  _tree,
+  base_updater,
+  mask_calculator,
+  sparsity_distributions,
+)
+from jaxpruner.algorithms import global_pruners, sparse_trainers
+
+
+def _category(paper: str, cost: str) -> base_updater.Category:
+  return base_updater.Category(
+    when="before",
+    start="sparse-to-sparse",
+    needs=frozenset({"loss"}),
+    paper=paper,
+    cost=f"a sparse step; at the start {cost}",
+  )
+
+
+@dataclasses.dataclass(eq=False)
+class PruneAtInit(
+  global_pruners.GlobalPruning, sparse_trainers.StaticRandomSparse
+):
+  """Base of the algorithms that prune before training, all leaves together.
+
+  `pruner = pruner.bind(loss, batch)` gives them what they look at; the masks
+  are made by `wrap_optax(tx).init(params)` and never change. A leaf that loses
+  every weight is warned of, and counted as `collapsed` by `state_metrics`.
+
+  Attributes:
+    loss: `(params, batch) -> scalar`.
+    batch: examples for the loss.
+    rounds: into how many prunings the way to the target is divided, the share
+      of weights kept falling by the same factor each time.
+  """
+
+  is_sparse_gradients: bool = True
+  loss: Callable[[Any, Any], Any] | None = None
+  batch: Any = None
+  rounds: int = 1
+
+  def __post_init__(self):
+    super().__post_init__()
+    if type(self.rounds) is not int or self.rounds < 1:
+      raise ValueError(
+        f"{type(self).__name__}: rounds={self.rounds!r} must be an integer of "
+        "at least 1"
+      )
+
+  def bind(self, loss, batch, apply=None, inputs=None):
+    del apply, inputs
+    return dataclasses.replace(self, loss=loss, batch=batch)
+
+  def objective(self, params: Any) -> Any:
+    """Return the scalar whose derivatives make the scores."""
+    if self.loss is None:
+      raise ValueError(
+        f"{type(self).__name__} prunes by the loss of a batch and has none; "
+        "call pruner = pruner.bind(loss, batch) before wrap_optax, with "
+        "loss(params, batch) a scalar"
+      )
+    return self.loss(params, self.batch)
+
+  def score(self, objective: Any, weights: list[Any]) -> list[Any]:
+    """Return the scores of the prunable leaves, of which the highest stay."""
+    raise NotImplementedError
+
+  def calculate_scores(self, params, sparse_state=None, grads=None):
+    del sparse_state, grads
+    leaves, treedef = jax.tree.flatten(params)
+    shares = _tree.align(params, self.distribute(params))
+    picked = [i for i, share in enumerate(shares) if share is not None]
+
+    def objective(weights):
+      whole = list(leaves)
+      for i, weight in zip(picked, weights, strict=True):
+        whole[i] = weight
+      return self.objective(treedef.unflatten(whole))
+
+    scores = self.score(objective, [leaves[i] for i in picked])
+    for i, score in zip(picked, scores, strict=True):
+      leaves[i] = score
+    return treedef.unflatten(leaves)
+
+  def get_initial_masks(self, params, target_sparsities):
+    def prune(k, masks):
+      scores = self.calculate_scores(
+        self.apply_masks(params, masks, is_packed=False)
+      )
+      # What is gone stays gone.
+      scores = _tree.map_masks(
+        lambda _, score, mask: (
+          score if mask is None else jnp.where(mask, score, -jnp.inf)
+        ),
+        scores,
+        masks,
+      )
+      return self.create_masks(
+        scores, jax.tree.map(lambda s: self._share(s, k), target_sparsities)
+      )
+
+    masks = base_updater.BaseUpdater.get_initial_masks(
+      self, params, target_sparsities
+    )
+    if self.rounds == 1:
+      return prune(0, masks)
+    masks = jax.lax.fori_loop(0, self.rounds, prune, masks)
+    global_pruners.say_if_wiped_out(params, masks)
+    return masks
+
+  def _share(self, target, k):
+    if self.rounds == 1:
+      return target
+    done = (k + 1) / self.rounds
+    now = 1 - jnp.power(jnp.float32(1 - target), done)
+    now = jnp.where(k + 1 == self.rounds, jnp.float32(target), now)
+    return mask_calculator.AtStep(now, target)
+
+
+@dataclasses.dataclass(eq=False)
+class SNIP(PruneAtInit):
+  """Keep the largest |w · ∂L/∂w| at the start (Lee et al., 2019).
+
+  Example:
+    >>> import jax.numpy as jnp, jaxpruner, optax
+    >>> pruner = jaxpruner.SNIP(sparsity=0.5).bind(
+    ...   lambda params, batch: jnp.sum((batch @ params["w"]) ** 2),
+    ...   jnp.array([[1.0, 0.0], [2.0, 0.0]]))
+    >>> state = pruner.wrap_optax(optax.sgd(0.1)).init({"w": jnp.ones((2, 2))})
+    >>> state.masks["w"].tolist()  # the second input is always zero
+    [[1, 1], [0, 0]]
+  """
+
+  category: ClassVar[base_updater.Category] = _category(
+    "Lee et al., 2019", "one gradient and one selection"
+  )
+
+  def score(self, objective, weights):
+    grads = jax.grad(objective)(weights)
+    return [jnp.abs(product) for product in map(_product, weights, grads)]
+
+
+@dataclasses.dataclass(eq=False)
+class GraSP(PruneAtInit):
+  """Keep what the gradient flow would miss most (Wang et al., 2020).
+
+  Without a weight, |∂L/∂w|² changes by -w · (H ∂L/∂w) to first order, H the
+  Hessian; the weights with the highest such change are removed.
+  """
+
+  category: ClassVar[base_updater.Category] = _category(
+    "Wang et al., 2020", "one Hessian-vector product and one selection"
+  )
+
+  def score(self, objective, weights):
+    gradient = jax.grad(objective)
+    _, flow = jax.jvp(gradient, (weights,), (gradient(weights),))
+    return [*map(_product, weights, flow)]
+
+
+@dataclasses.dataclass(eq=False)
+class SynFlow(SNIP):
+  """Keep the largest |w · ∂R/∂w|, R the flow through |w| (Tanaka et al., 2020).
+
+  R is the sum of the outputs for an input of ones when every parameter is
+  replaced by its absolute value: no data is looked at. In 100 rounds no layer
+  is wiped out where others still have weights to give. Inputs that are not
+  floats, such as tokens, are taken as they are; layers that subtract a mean
+  (layer norm) have no such flow.
+
+  Attributes:
+    apply: `(params, inputs) -> outputs`.
+    inputs: an array, or tree of arrays, of the network's input shape.
+  """
+
+  rounds: int = 100
+  apply: Callable[[Any, Any], Any] | None = None
+  inputs: Any = None
+
+  category: ClassVar[base_updater.Category] = _category(
+    "Tanaka et al., 2020", "100 gradients and selections, without data"
+  )
+
+  def bind(self, loss, batch, apply=None, inputs=None):
+    del loss, batch
+    return dataclasses.replace(self, apply=apply, inputs=inputs)
+
+  def objective(self, params):
+    if self.apply is None or self.inputs is None:
+      raise ValueError(
+        "SynFlow sums the outputs of the network and has none; call pruner = "
+        "pruner.bind(loss, batch, apply=apply, inputs=x) before wrap_optax, "
+        "with apply(params, x) the outputs"
+      )
+    floating = sparsity_distributions.is_floating
+    positive = jax.tree.map(lambda p: jnp.abs(p) if floating(p) else p, params)
+    ones = jax.tree.map(
+      lambda x: jnp.ones_like(x[:1]) if floating(x) else x, self.inputs
+    )
+    outputs = jax.tree.leaves(self.apply(positive, ones))
+    return functools.reduce(
+      jnp.add, [jnp.sum(y, dtype=jnp.float32) for y in outputs]
+    )
+
+
+def _product(weight, other):
+  # In float32: half-precision products vanish or overflow.
+  return weight.astype(jnp.float32) * other.astype(jnp.float32)
