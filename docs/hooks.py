@@ -1,5 +1,7 @@
 """Fill the pages' tables from the library itself when the site is built."""
 
+import inspect
+import json
 import pathlib
 import re
 
@@ -26,6 +28,95 @@ def algorithms_table() -> str:
   return "\n".join(lines)
 
 
+EXAMPLE = """
+```python
+import jax, jax.numpy as jnp, optax, jaxpruner
+
+pruner = jaxpruner.create_updater_from_config({config})
+tx = pruner.wrap_optax(optax.sgd(0.1, momentum=0.9))
+params = {{"kernel": jax.random.normal(jax.random.key(0), (32, 16))}}
+opt_state = tx.init(params)
+params = pruner.post_gradient_update(params, opt_state)
+
+
+def loss(params):
+  seen = pruner.pre_forward_update(params, opt_state)
+  return jnp.mean((seen["kernel"] - 1) ** 2)
+
+
+for _ in range(20):
+  grads = jax.grad(loss)(params)
+  updates, opt_state = tx.update(grads, opt_state, params)
+  params = optax.apply_updates(params, updates)
+print(jaxpruner.sparsity_table(params, opt_state=opt_state))
+```
+"""
+
+
+def gallery_page(name: str) -> str:
+  """Return the page of one algorithm: what its class says of itself."""
+  import jaxpruner
+
+  cls = jaxpruner.algorithm_class(name)
+  c = cls.category
+  text = inspect.getdoc(cls) or ""
+  # Sections of a docstring (Attributes, Example, …) are for the API page.
+  text = re.split(r"\n(?:Attributes|Args|Example|Returns):", text)[0].strip()
+  head, _, body = text.partition("\n\n")
+  head = " ".join(head.split())
+  config = {"algorithm": name}
+  if c.start != "dense":
+    config |= {"sparsity": 0.75, "total_steps": 20}
+  example = EXAMPLE.format(config=json.dumps(config))
+  facts = [
+    ("name in a configuration", f"`{name}`"),
+    ("class", f"`{cls.__module__}.{cls.__name__}`"),
+    ("removes weights", f"{c.when} training"),
+    ("starts", c.start),
+    ("removed weights", "may return" if c.dynamic else "stay removed"),
+    ("needs", ", ".join(sorted(c.needs)) or "the weights alone"),
+    ("adds", c.cost or "—"),
+    ("paper", c.paper or "—"),
+  ]
+  rows = "\n".join(f"| {key} | {value} |" for key, value in facts)
+  return (
+    f"# {cls.__name__}\n\n**{head}**\n\n{body.strip()}\n\n| | |\n|---|---|\n"
+    f"{rows}\n\n## In a loop\n{example}"
+  )
+
+
+def gallery() -> dict[str, str]:
+  """Return path -> text of the pages of all algorithms, and their list."""
+  import jaxpruner
+
+  pages, groups = {}, {}
+  for name in jaxpruner.all_algorithm_names():
+    pages[f"gallery/{name}.md"] = gallery_page(name)
+    cls = jaxpruner.algorithm_class(name)
+    first = " ".join((inspect.getdoc(cls) or "").partition("\n\n")[0].split())
+    groups.setdefault(cls.category.start, []).append(
+      f"- [`{name}`]({name}.md): {first}"
+    )
+  lists = "\n\n".join(
+    f"## {start.capitalize()}\n\n" + "\n".join(lines)
+    for start, lines in groups.items()
+  )
+  pages["gallery/index.md"] = (
+    "# Gallery\n\nEvery registered algorithm, from what its class says of "
+    "itself. How to choose: [a guide](../choosing.md).\n\n" + lists + "\n"
+  )
+  return pages
+
+
+def on_files(files, config):
+  """Add the pages of the gallery, which exist nowhere on disk."""
+  from mkdocs.structure.files import File
+
+  for path, text in gallery().items():
+    files.append(File.generated(config, path, content=text))
+  return files
+
+
 def on_page_markdown(markdown: str, **_) -> str:
   """Replace the markers of a page."""
   if "<!-- algorithms -->" in markdown:
@@ -34,6 +125,7 @@ def on_page_markdown(markdown: str, **_) -> str:
     text = (ROOT / "README.md").read_text()
     # The README lives one folder up: its links to docs/ are this folder's.
     text = text.replace("](docs/", "](")
+    text = re.sub(r'(src|href)="docs/', r'\1="', text)
     text = re.sub(
       r"\[([^\]]+)\]\((?:examples/|CONTRIBUTING\.md|CHANGELOG\.md)\)",
       r"\1",

@@ -9,8 +9,11 @@ import sys
 
 import pytest
 
+import jaxpruner
+from jaxpruner import api
+
 ROOT = pathlib.Path(__file__).parent.parent
-PAGES = sorted([ROOT / "README.md", *ROOT.glob("docs/*.md")])
+PAGES = sorted([ROOT / "README.md", *ROOT.glob("docs/**/*.md")])
 MODULES = [
   "jaxpruner.algorithms.pruners",
   "jaxpruner.api",
@@ -24,10 +27,14 @@ def blocks(page: pathlib.Path) -> list[str]:
 
 
 @pytest.mark.parametrize(
-  "page", [p for p in PAGES if blocks(p)], ids=lambda p: p.name
+  "page",
+  [p for p in PAGES if blocks(p)],
+  ids=lambda p: str(p.relative_to(ROOT)),
 )
 def test_every_block_of_a_page_runs(page, monkeypatch, tmp_path):
   monkeypatch.chdir(tmp_path)
+  # A page may register an algorithm of its own.
+  monkeypatch.setattr(api, "_REGISTRY", dict(api._REGISTRY))
   namespace: dict = {"__name__": "page"}
   for block in blocks(page):
     exec(compile(block, str(page), "exec"), namespace)
@@ -44,8 +51,6 @@ def test_every_example_runs(name, monkeypatch, capsys):
   folder = ROOT / "examples"
   monkeypatch.syspath_prepend(folder)
   monkeypatch.setattr(sys, "argv", [name])
-  from jaxpruner import api
-
   monkeypatch.setattr(api, "_REGISTRY", dict(api._REGISTRY))
   runpy.run_path(str(folder / f"{name}.py"), run_name="__main__")
   assert "prunable" in capsys.readouterr().out
@@ -59,8 +64,41 @@ def test_readme_shows_the_main_job_and_the_tests():
   assert len(re.findall(r"^python3 -m venv .*pytest", text, re.M)) == 1
 
 
+def hooks():
+  return runpy.run_path(str(ROOT / "docs" / "hooks.py"))
+
+
+FEW = ["magnitude", "rigl"]
+
+
+@pytest.mark.parametrize(
+  "name",
+  [
+    name if name in FEW else pytest.param(name, marks=pytest.mark.slow)
+    for name in jaxpruner.all_algorithm_names()
+  ],
+)
+@pytest.mark.filterwarnings("ignore:.*will never")
+def test_the_example_of_a_gallery_page_runs(name, capsys):
+  page = hooks()["gallery_page"](name)
+  (block,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+  exec(compile(block, name, "exec"), {})
+  assert "prunable" in capsys.readouterr().out
+
+
+def test_every_algorithm_has_a_page_with_its_formula_and_paper():
+  pages = hooks()["gallery"]()
+  for name in jaxpruner.all_algorithm_names():
+    page = pages[f"gallery/{name}.md"]
+    assert f"[`{name}`]({name}.md)" in pages["gallery/index.md"]
+    head = page.split("**")[1]
+    assert head.endswith((".", ":")), f"{name}: {head!r}"
+
+
 def test_links_between_pages_lead_somewhere():
+  made = {str(ROOT / "docs" / path) for path in hooks()["gallery"]()}
   for page in PAGES:
     for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
       if not target.startswith("http"):
-        assert (page.parent / target).exists(), f"{page.name}: {target}"
+        path = (page.parent / target).resolve()
+        assert path.exists() or str(path) in made, f"{page.name}: {target}"
