@@ -15,6 +15,8 @@ from jaxpruner import api
 ROOT = pathlib.Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", *ROOT.glob("docs/**/*.md")])
 MODULES = [
+  "jaxpruner.allocation",
+  "jaxpruner.structures.permutation",
   "jaxpruner.algorithms.pruners",
   "jaxpruner.api",
   "jaxpruner.doctor",

@@ -5,6 +5,7 @@ from typing import Any
 
 from jaxpruner import (
   algorithms,
+  allocation,
   criteria,
   mask_calculator,
   redistribution,
@@ -31,6 +32,7 @@ from jaxpruner.algorithms import (
   GlobalSaliencyPruning,
   GraNet,
   GraSP,
+  LampPruning,
   MagnitudePruning,
   MovementPruning,
   PowerPropagation,
@@ -99,6 +101,7 @@ __all__ = [
   "GlobalSaliencyPruning",
   "GraNet",
   "GraSP",
+  "LampPruning",
   "MagnitudePruning",
   "MovementPruning",
   "NByM",
@@ -126,6 +129,7 @@ __all__ = [
   "algorithm_class",
   "algorithms",
   "all_algorithm_names",
+  "allocation",
   "apply_mask",
   "check",
   "config_from_updater",

@@ -52,6 +52,7 @@ _REGISTRY: dict[str, type[base_updater.BaseUpdater]] = {
   "snip": algorithms.SNIP,
   "grasp": algorithms.GraSP,
   "synflow": algorithms.SynFlow,
+  "lamp": algorithms.LampPruning,
 }
 
 _DISTRIBUTIONS = {

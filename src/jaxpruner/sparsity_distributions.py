@@ -76,7 +76,7 @@ def uniform(
     add up to the rounded total, single leaves differ by one weight.
   """
   sparsity = check_sparsity(sparsity)
-  plan = _Plan(params, filter_fn, custom_sparsity_map)
+  plan = Plan(params, filter_fn, custom_sparsity_map)
   return plan.fill(
     sparsity, {i: 1 - fractions.Fraction(sparsity) for i in plan.free}
   )
@@ -106,7 +106,7 @@ def erk(
   """
   sparsity = check_sparsity(sparsity)
   check_power_scale(erk_power_scale)
-  plan = _Plan(params, filter_fn, custom_sparsity_map)
+  plan = Plan(params, filter_fn, custom_sparsity_map)
   raw = {}
   for i in plan.free:
     shape = plan.leaves[i][1].shape
@@ -159,7 +159,7 @@ def check_power_scale(erk_power_scale: Any) -> None:
     )
 
 
-class _Plan:
+class Plan:
   """The leaves of a request: which are free to choose, which are fixed."""
 
   def __init__(self, params, filter_fn, custom_sparsity_map):

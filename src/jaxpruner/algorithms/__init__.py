@@ -17,6 +17,7 @@ from jaxpruner.algorithms.fisher import FisherPruning, WoodFisherPruning
 from jaxpruner.algorithms.global_pruners import (
   GlobalMagnitudePruning,
   GlobalSaliencyPruning,
+  LampPruning,
 )
 from jaxpruner.algorithms.movement import (
   MovementPruning,
@@ -60,6 +61,7 @@ __all__ = [
   "GlobalMagnitudePruning",
   "GlobalSaliencyPruning",
   "GraNet",
+  "LampPruning",
   "MagnitudePruning",
   "MovementPruning",
   "PowerPropagation",

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxpruner import (
   _lazy,
   _tree,
+  allocation,
   base_updater,
   mask_calculator,
   sparsity_distributions,
@@ -158,3 +159,28 @@ class GlobalSaliencyPruning(GlobalPruning, pruners.SaliencyPruning):
   """Keep the largest |w · ∂L/∂w| of all leaves together."""
 
   category: ClassVar[base_updater.Category] = pruners.SaliencyPruning.category
+
+
+@dataclasses.dataclass(eq=False)
+class LampPruning(GlobalPruning):
+  """Keep the largest LAMP scores of all leaves together (Lee et al., 2021).
+
+  `w²` over the sum of the leaf's squares that are not smaller: the change of
+  the layer's output, to which no layer is ever sacrificed whole.
+  """
+
+  category: ClassVar[base_updater.Category] = base_updater.Category(
+    paper="Lee et al., 2021",
+    cost="a dense step; one sort and selection per mask update",
+  )
+
+  def calculate_scores(self, params, sparse_state=None, grads=None):
+    del sparse_state, grads
+    return jax.tree.map(
+      lambda p: (
+        _tree.with_auto_axes(allocation.lamp_scores, p, like=p)
+        if sparsity_distributions.is_floating(p)
+        else p
+      ),
+      params,
+    )
