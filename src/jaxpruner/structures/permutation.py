@@ -76,10 +76,11 @@ def permutation(
       if gain[i, j] <= 1e-9 * kept.sum():
         break
       # A gain is exact as long as neither group has changed this round.
-      if {group[i], group[j]} & swapped:
+      pair = {int(i) // m, int(j) // m}
+      if pair & swapped:
         continue
       order[i], order[j] = order[j], order[i]
-      swapped |= {group[i], group[j]}
+      swapped |= pair
     if not swapped:
       break
   before, after = _kept(channels, n, m).sum(), _kept(channels[order], n, m)
