@@ -168,7 +168,8 @@ def sensitivity(
   for i, weights in values.items():
     size, curve = plan.sizes[i], [(0, 0.0)]
     for level in (*levels, 1 - 1 / size):
-      ones = mask_calculator.num_ones(size, check_sparsity(level, "levels"))
+      level = check_sparsity(level, "levels")
+      ones = int(mask_calculator.num_ones(size, level))
       if size - ones <= curve[-1][0]:
         continue
       smallest = np.argsort(np.abs(weights), axis=None, kind="stable")
@@ -179,7 +180,7 @@ def sensitivity(
       loss = float(loss_fn(plan.treedef.unflatten(changed)))
       curve.append((size - ones, max(loss - before, curve[-1][1])))
     steps += [(*step, i) for step in _hull(curve)]
-  left = plan.size - mask_calculator.num_ones(plan.size, sparsity)
+  left = plan.size - int(mask_calculator.num_ones(plan.size, sparsity))
   removed = dict.fromkeys(values, 0)
   for _, count, i in sorted(steps):
     taken = min(count, left)

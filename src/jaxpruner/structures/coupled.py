@@ -94,7 +94,8 @@ class CoupledPruning(pruners.MagnitudePruning):
         sparsity_types.pool(kind, _lazy.value(leaves[i][1]))
         for i, kind in found.items()
       ]
-      units = sum(pooled).reshape(-1, coupling.width).mean(1)
+      units = jnp.sum(jnp.stack(pooled), axis=0)
+      units = units.reshape(-1, coupling.width).mean(1)
       ones = mask_calculator.num_ones(units.size, wanted[min(found)])
       chosen = mask_calculator.topk_masks([units], [ones])[0]
       chosen = jnp.repeat(chosen, coupling.width)
