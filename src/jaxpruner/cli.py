@@ -10,6 +10,10 @@ COMMANDS = {
   "compare": ("jaxpruner.compare.command", "compare algorithms fairly"),
   "report": ("jaxpruner.compare.report_command", "rebuild a run's report"),
   "data": ("jaxpruner.compare.data_command", "list the data sets of the tasks"),
+  "oneshot": (
+    "jaxpruner.post_training.oneshot_command",
+    "prune a pretrained model",
+  ),
   "inspect": ("jaxpruner.sparse.inspect_command", "show a file's sparsity"),
   "prune": ("jaxpruner.sparse.prune_command", "prune a checkpoint file"),
   "pack": ("jaxpruner.sparse.pack_command", "store zeros as bits"),

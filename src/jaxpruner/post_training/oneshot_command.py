@@ -1,0 +1,199 @@
+"""`jaxpruner oneshot`: prune a built-in pretrained model on a few batches."""
+
+import argparse
+import os
+import pathlib
+import shutil
+import sys
+import time
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxpruner import sources, sparse
+from jaxpruner.compare import data
+from jaxpruner.post_training import evaluation, models, pruning, texts
+from jaxpruner.post_training.models import resnet50
+from jaxpruner.sparse._table import size, table
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+  """Declare the options."""
+  parser.add_argument("--model", required=True, choices=sorted(models.MODELS))
+  parser.add_argument(
+    "--method", default="sparsegpt", choices=sorted(pruning.METHODS)
+  )
+  parser.add_argument(
+    "--sparsity", type=float, help="fraction removed; N:M types imply it"
+  )
+  parser.add_argument("--type", default="unstructured", help="2:4, 4x4, …")
+  parser.add_argument(
+    "--calibration",
+    metavar="FILE",
+    help="a text file; by default enwik8 or the model's own pictures",
+  )
+  parser.add_argument(
+    "--samples", type=int, default=32, help="windows or images to calibrate on"
+  )
+  parser.add_argument(
+    "--judge", type=int, default=16, help="windows or images to judge by"
+  )
+  parser.add_argument(
+    "--allocation", default="uniform", choices=("uniform", "erk", "owl")
+  )
+  parser.add_argument(
+    "--refine", type=int, default=0, help="steps that re-fit kept weights"
+  )
+  parser.add_argument(
+    "--refit", action="store_true", help="re-fit biases and norm statistics"
+  )
+  parser.add_argument(
+    "--one-pass", action="store_true", help="calibrate on the dense model"
+  )
+  parser.add_argument(
+    "--accelerate", action="store_true", help="also time sparse products"
+  )
+  parser.add_argument("--data", metavar="DIR", help="where packages lie")
+  parser.add_argument("--out", required=True, help="the .safetensors file")
+
+
+def _text(args: argparse.Namespace, part: int) -> str:
+  if args.calibration and part == 0:
+    return pathlib.Path(args.calibration).read_text(errors="ignore")
+  raw = data.load_enwik8(args.data)[40_000_000 * (part + 1) :][:4_000_000]
+  return raw.tobytes().decode("utf-8", "ignore")
+
+
+def _inputs(args: argparse.Namespace, model: models.Model) -> tuple[Any, ...]:
+  """Return calibration inputs, inputs to judge by, and labels or None."""
+  if model.kind == "text":
+    parts = [
+      texts.mixed([_text(args, i)], model.tokenizer.encode, model.window, rows)
+      for i, rows in enumerate((args.samples, args.judge))
+    ]
+    return *parts, None
+  if model.kind == "sentence":
+    lines = [
+      [line for line in _text(args, i).splitlines() if len(line) > 80]
+      for i in (0, 1)
+    ]
+    counts = args.samples, args.judge
+    rows = [
+      model.tokenizer.rows(found[:count], model.window)
+      for found, count in zip(lines, counts, strict=True)
+    ]
+    return *rows, None
+  if args.model == "CIFAR-10-CNN":
+    sets = data.load_cifar10(args.data)
+    learn = sets["train_x"][: args.samples].astype(np.float32)
+    judge = sets["test_x"][: args.judge].astype(np.float32)
+    return learn, judge, sets["test_y"][: args.judge]
+  images, labels = resnet50.photos(args.data)
+  judge = images[: args.judge]
+  # Few photos there are: flipped ones teach, the others judge.
+  return images[:, :, ::-1][: args.samples], judge, labels[: args.judge]
+
+
+def _judge(
+  model: models.Model, params: Any, inputs: np.ndarray, labels: Any
+) -> tuple[str, Any]:
+  """Return the name of the measure and its value."""
+  if model.kind == "text":
+    return "perplexity", evaluation.perplexity(model.apply_fn, params, inputs)
+  if model.kind == "sentence":
+    dense = np.asarray(model.apply_fn(model.params, inputs))
+    now = np.asarray(model.apply_fn(params, inputs))
+    return "cosine with dense", float((dense * now).sum(-1).mean())
+  batch = min(len(inputs), 100)
+  found = evaluation.classes(model.apply_fn, params, inputs, batch)
+  return "accuracy", float((found == labels).mean())
+
+
+def _speed(run: Any, inputs: Any) -> float:
+  """Return rows (or tokens) per second, the best of three."""
+  jax.block_until_ready(run(inputs))
+  times = []
+  for _ in range(3):
+    start = time.perf_counter()
+    jax.block_until_ready(run(inputs))
+    times.append(time.perf_counter() - start)
+  rows = inputs.size if inputs.ndim == 2 else len(inputs)
+  return rows / min(times)
+
+
+class _Progress:
+  """One line per layer with the time left."""
+
+  def __init__(self):
+    self._start = time.perf_counter()
+    self._first: int | None = None
+
+  def __call__(self, done: int, total: int, name: str) -> None:
+    now = time.perf_counter()
+    if self._first is None:
+      # What an interrupted run had done costs nothing now.
+      self._first, self._start = done, now
+    pace = (now - self._start) / max(1, done - self._first)
+    left = f", {pace * (total - done):.0f} s left" if pace else ""
+    print(f"[{done:4d}/{total}] {name}{left}", file=sys.stderr, flush=True)
+
+
+def run(args: argparse.Namespace) -> int:
+  """Prune, save, and print the table; return 1 if that cannot be."""
+  folder = pathlib.Path(f"{args.out}.parts")
+  try:
+    model = models.load(args.model, args.data)
+    learn, judge, labels = _inputs(args, model)
+    step = 4 if model.kind != "image" else min(len(learn), 20)
+    batches = [
+      learn[i : i + step] for i in range(0, len(learn) // step * step, step)
+    ]
+    params, masks, report = pruning.prune(
+      model.apply_fn,
+      model.params,
+      batches,
+      method=args.method,
+      sparsity=args.sparsity,
+      sparsity_type=args.type,
+      filter_fn=model.filter_fn,
+      allocation=args.allocation,
+      refine=args.refine,
+      refit=args.refit,
+      sequential=not args.one_pass,
+      folder=folder,
+      progress=_Progress(),
+    )
+    settings = {
+      k: getattr(args, k) for k in ("model", "method", "sparsity", "type")
+    }
+    sparse.save(args.out, params, masks, metadata={"oneshot": settings})
+  except (sources.DataError, ValueError, OSError) as error:
+    print(error, file=sys.stderr)
+    return 1
+  shutil.rmtree(folder)
+  print(_table(args, model, params, masks, report, judge, labels))
+  return 0
+
+
+def _table(args, model, params, masks, report, judge, labels) -> str:
+  name, before = _judge(model, model.params, judge, labels)
+  _, after = _judge(model, params, judge, labels)
+  sample = judge[:1]
+  dense = jax.jit(model.apply_fn)
+  unit = "images/s" if model.kind == "image" else "tokens/s"
+  whole = sum(x.nbytes for x in jax.tree.leaves(model.params))
+  rows = [
+    (name, f"{before:.4g}", f"{after:.4g}"),
+    ("sparsity of pruned weights", "0 %", f"{100 * report.sparsity:.2f} %"),
+    ("bytes", size(whole), size(os.path.getsize(args.out))),
+    (
+      unit + ", dense products",
+      f"{_speed(lambda x: dense(model.params, x), sample):.3g}",
+      f"{_speed(lambda x: dense(params, x), sample):.3g}",
+    ),
+  ]
+  if args.accelerate:
+    fast, _ = sparse.accelerate(model.apply_fn, params, sample, masks=masks)
+    rows.append((unit + ", accelerated", "", f"{_speed(fast, sample):.3g}"))
+  return table(("", "before", "after"), rows)

@@ -1,0 +1,32 @@
+"""Texts to calibrate on and to be judged by, of several kinds."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxpruner.post_training import evaluation
+
+
+def mixed(
+  texts: Sequence[str], encode: Callable[[str], Any], length: int, rows: int
+) -> np.ndarray:
+  """Return token windows taken from each text in turn, as many as asked for.
+
+  Args:
+    texts: one long text per kind.
+    encode: text -> token ids.
+    length: tokens per window.
+    rows: windows in all.
+  """
+  share = -(-rows // len(texts))
+  columns = []
+  for text in texts:
+    # Some eight characters per token are enough for any of the tokenizers.
+    ids = encode(text[: 8 * share * length])
+    columns.append(evaluation.windows(ids, length)[:share])
+  if min(map(len, columns)) < share:
+    raise ValueError(
+      f"a text is too short for {share} windows of {length} tokens; give more"
+    )
+  return np.stack(columns, axis=1).reshape(-1, length)[:rows]
