@@ -24,6 +24,7 @@ from jaxpruner.algorithms import (
   SET,
   SNFS,
   SNIP,
+  Chain,
   CrAM,
   DecayingMaskPruning,
   DeepR,
@@ -51,6 +52,7 @@ from jaxpruner.algorithms import (
   SynFlow,
   TopKAST,
   WoodFisherPruning,
+  chain,
 )
 from jaxpruner.api import (
   algorithm_category,
@@ -91,6 +93,7 @@ __all__ = [
   "BaseUpdater",
   "Block",
   "Category",
+  "Chain",
   "Channel",
   "ConstantFanIn",
   "CrAM",
@@ -131,6 +134,7 @@ __all__ = [
   "all_algorithm_names",
   "allocation",
   "apply_mask",
+  "chain",
   "check",
   "config_from_updater",
   "create_updater_from_config",

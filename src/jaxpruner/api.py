@@ -229,6 +229,8 @@ def create_updater_from_config(
       - `drop`, `grow`: "magnitude", "gradient", "momentum", "random" or
         "magnitude_gradient"; `redistribute`: "momentum" or "survivors": the
         parts of dynamic sparse training, or `{"name": …, field: value}`,
+      - `phases`: a list of such configurations, each with the `start` step it
+        is in force from (see `chain`); other keys hold for all of them,
       - any further field of the algorithm, such as `drop_fraction`,
         `rng_seed`, `use_packed_masks`, `skip_gradients`.
 
@@ -252,6 +254,8 @@ def create_updater_from_config(
     for key, value in _plain(sparsity_config).items()
     if value is not None
   }
+  if "phases" in config:
+    return _chain(config)
   if "algorithm" not in config:
     raise ValueError(
       "sparsity_config has no 'algorithm'; choose one of "
@@ -282,6 +286,15 @@ def create_updater_from_config(
   kwargs.update(_distribution(cls, config, kwargs["sparsity_type"], fields))
   kwargs["scheduler"] = _schedule(cls, config)
   return cls(**kwargs)
+
+
+def _chain(config: Mapping[str, Any]) -> algorithms.Chain:
+  """Return the chain of the phases a configuration lists."""
+  phases, shared = [], {k: v for k, v in config.items() if k != "phases"}
+  for entry in config["phases"]:
+    phase = {**shared, **_plain(entry)}
+    phases.append((phase.pop("start", 0), create_updater_from_config(phase)))
+  return algorithms.chain(*phases)
 
 
 def _distribution(cls, config, sparsity_type, fields) -> dict[str, Any]:
@@ -420,6 +433,13 @@ def config_from_updater(updater: base_updater.BaseUpdater) -> dict[str, Any]:
   """
   if not isinstance(updater, base_updater.BaseUpdater):
     raise ValueError(f"updater={updater!r} must be a jaxpruner.BaseUpdater")
+  if isinstance(updater, algorithms.Chain):
+    return {
+      "phases": [
+        {"start": start, **config_from_updater(phase)}
+        for start, phase in updater.phases
+      ]
+    }
   names = [name for name, cls in _REGISTRY.items() if cls is type(updater)]
   if not names:
     raise ValueError(

@@ -23,6 +23,7 @@ from jaxpruner.algorithms.movement import (
   MovementPruning,
   SoftMovementPruning,
 )
+from jaxpruner.algorithms.phases import Chain, chain
 from jaxpruner.algorithms.powerprop import PowerPropagation
 from jaxpruner.algorithms.pruners import (
   MagnitudePruning,
@@ -46,14 +47,13 @@ from jaxpruner.algorithms.top_kast import TopKAST
 
 __all__ = [
   "ACDC",
-  "SNIP",
-  "GraSP",
-  "SynFlow",
   "DSR",
   "ITOP",
   "MEST",
   "SET",
   "SNFS",
+  "SNIP",
+  "Chain",
   "CrAM",
   "DecayingMaskPruning",
   "DeepR",
@@ -61,6 +61,7 @@ __all__ = [
   "GlobalMagnitudePruning",
   "GlobalSaliencyPruning",
   "GraNet",
+  "GraSP",
   "LampPruning",
   "MagnitudePruning",
   "MovementPruning",
@@ -77,6 +78,8 @@ __all__ = [
   "SteMagnitudePruning",
   "SteRandomPruning",
   "SteSaliencyPruning",
+  "SynFlow",
   "TopKAST",
   "WoodFisherPruning",
+  "chain",
 ]

@@ -1,0 +1,245 @@
+"""Phases: one pruner after another, on one clock."""
+
+import dataclasses
+from typing import Any, ClassVar
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import optax
+
+from jaxpruner import _tree, base_updater
+
+
+def chain(*phases: tuple[int, base_updater.BaseUpdater]) -> "Chain":
+  """Return an updater that is each of these in turn.
+
+  Every schedule reads the one step count of the whole training: a phase that
+  begins at step 500 and ramps from 500 to 900 says just that. Masks are handed
+  on. After a dense phase (`NoPruning`), an algorithm that starts sparse draws
+  its own; after a sparse one it goes on from what it finds, and gradual pruning
+  waits until its schedule asks for fewer weights than are left.
+
+  Args:
+    *phases: `(first step, updater)`, the first at step 0.
+
+  Example:
+    >>> import jaxpruner
+    >>> make = jaxpruner.create_updater_from_config
+    >>> gradual = make({"algorithm": "magnitude", "sparsity": 0.9,
+    ...   "update_freq": 10, "update_start_step": 100, "update_end_step": 500})
+    >>> rigl = make({"algorithm": "rigl", "sparsity": 0.9,
+    ...   "update_freq": 50, "update_start_step": 550, "update_end_step": 900})
+    >>> pruner = jaxpruner.chain((0, gradual), (501, rigl))
+    >>> [type(phase).__name__ for _, phase in pruner.phases]
+    ['MagnitudePruning', 'RigL']
+  """
+  packed = any(p.use_packed_masks for _, p in phases)
+  tracked = any(p.track_exploration for _, p in phases)
+  first = phases[0][1] if phases else None
+  return Chain(
+    phases=phases,
+    use_packed_masks=packed,
+    track_exploration=tracked,
+    continue_sparse=first is not None and first.continue_sparse,
+    rng_seed=getattr(first, "rng_seed", None),
+  )
+
+
+@dataclasses.dataclass(eq=False)
+class Chain(base_updater.BaseUpdater):
+  """Be one pruner after another; see `chain`.
+
+  Attributes:
+    phases: `(first step, updater)` pairs, the first at step 0.
+  """
+
+  phases: tuple[tuple[int, Any], ...] = ()
+
+  category: ClassVar[base_updater.Category] = base_updater.Category(
+    dynamic=True, cost="that of the phase in force"
+  )
+
+  def __post_init__(self):
+    super().__post_init__()
+    starts = [start for start, _ in self.phases]
+    if not starts or starts[0] != 0 or starts != sorted(set(starts)):
+      raise ValueError(
+        f"chain: phases begin at steps {starts}; the first must begin at 0 and "
+        "each later than the one before"
+      )
+    for start, phase in self.phases:
+      if not isinstance(phase, base_updater.BaseUpdater) or isinstance(
+        phase, Chain
+      ):
+        raise ValueError(
+          f"chain: the phase at step {start} is {phase!r}; it must be a "
+          "pruner, such as jaxpruner.RigL(…), and not itself a chain"
+        )
+    before, phases = None, []
+    for start, phase in self.phases:
+      waits = before is not None and not _is_dense(before)
+      waits = waits and not phase.category.dynamic
+      phase = dataclasses.replace(
+        phase,
+        use_packed_masks=self.use_packed_masks,
+        continue_sparse=waits or phase.continue_sparse,
+      )
+      phases.append((start, phase))
+      before = phase
+    self.phases = tuple(phases)
+
+  @property
+  def needs(self):
+    return frozenset().union(*(phase.needs for _, phase in self.phases))
+
+  def bind(self, loss, batch, apply=None, inputs=None):
+    bound = [(s, p.bind(loss, batch, apply, inputs)) for s, p in self.phases]
+    return dataclasses.replace(self, phases=tuple(bound))
+
+  def targets(self, params):
+    """Return the last phase's targets; all phases must prune its leaves."""
+    names = [_tree.join(n) for n, _ in _tree.flatten_with_names(params)[0]]
+    found, last = None, jax.tree.map(lambda _: None, params)
+    for start, phase in self.phases:
+      if _is_dense(phase):
+        continue
+      last = phase.targets(params)
+      pruned = [s is not None for s in _tree.align(params, last)]
+      for name, now, before in zip(names, pruned, found or pruned, strict=True):
+        if now != before:
+          raise ValueError(
+            f"chain: the phase at step {start} "
+            f"{'prunes' if now else 'leaves out'} {name!r}, unlike the phases "
+            "before it; give all phases the same filter_fn"
+          )
+      found = pruned
+    return last
+
+  def get_initial_masks(self, params, target_sparsities):
+    first = self.phases[0][1]
+    if _is_dense(first):
+      return super().get_initial_masks(params, target_sparsities)
+    return first.get_initial_masks(params, first.targets(params))
+
+  def init_stats(self, params, masks):
+    return tuple(phase.init_stats(params, masks) for _, phase in self.phases)
+
+  def wrap_optax(self, inner):
+    parts = [phase.wrap_optax(inner) for _, phase in self.phases]
+
+    def init_fn(params):
+      return self.init_state(params)._replace(inner_state=inner.init(params))
+
+    def update_fn(updates, state, params=None, **extra):
+      if params is None:
+        raise ValueError(
+          "chain(…).wrap_optax(…).update needs params: call "
+          "tx.update(grads, opt_state, params)"
+        )
+
+      def run(i, updates, state, params):
+        entered = self._enter(i, self._view(i, state, params), params)
+        new_updates, new = parts[i].update(updates, entered, params, **extra)
+        stats = (*state.stats[:i], new.stats, *state.stats[i + 1 :])
+        # Branches must agree: phases that hold zeros may widen an update.
+        new_updates = jax.tree.map(
+          lambda u, p: u.astype(jnp.promote_types(u.dtype, p.dtype)),
+          new_updates,
+          params,
+        )
+        return new_updates, new._replace(
+          stats=stats, target_sparsities=state.target_sparsities
+        )
+
+      return self._in_force(run, state.count, updates, state, params)
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+  def _in_force(self, run, step, *args):
+    """Return `run(i, *args)` of the phase that a step lies in."""
+    starts = jnp.array([start for start, _ in self.phases])
+    if not isinstance(step, jax.core.Tracer):
+      return run(int(jnp.sum(starts <= step)) - 1, *args)
+    branches = [
+      lambda *args, i=i: run(i, *args) for i in range(len(self.phases))
+    ]
+    return jax.lax.switch(jnp.sum(starts <= step) - 1, branches, *args)
+
+  def _view(self, i, state, params):
+    """Return the state as the phase alone would have it."""
+    phase, targets = self.phases[i][1], None
+    if not _is_dense(phase):
+      targets = _tree.map_masks(
+        lambda _, p, s: None if s is None else jnp.asarray(s, jnp.float32),
+        params,
+        phase.targets(params),
+      )
+    return state._replace(stats=state.stats[i], target_sparsities=targets)
+
+  def _enter(self, i, state, params):
+    """Return the state a phase begins with, at its first step."""
+    start, phase = self.phases[i]
+    if i == 0:
+      return state
+
+    def enter(state):
+      masks = _tree.map_masks(
+        lambda _, p, m: None if m is None else self._unpack(m, p),
+        params,
+        state.masks,
+      )
+      new = state
+      if (
+        _is_dense(self.phases[i - 1][1])
+        and phase.category.start == "sparse-to-sparse"
+      ):
+        masks = phase.get_initial_masks(params, phase.targets(params))
+        new = state._replace(masks=self._pack(masks))
+      new = new._replace(stats=phase.init_stats(params, masks))
+      return self._tallied(state, new, params)
+
+    first = state.count == start
+    if not isinstance(first, jax.core.Tracer):
+      return enter(state) if first else state
+    # Only what entering changes: the optimizer's state stays where it is.
+    kept = state._replace(inner_state=None)
+    entered = jax.lax.cond(first, enter, lambda s: s, kept)
+    return entered._replace(inner_state=state.inner_state)
+
+  def pre_forward_update(self, params, opt_state):
+    plain = base_updater.BaseUpdater.pre_forward_update
+    if all(type(p).pre_forward_update is plain for _, p in self.phases):
+      return params
+    state = base_updater.find_state(opt_state)
+
+    def run(i, params, state):
+      view = self._view(i, state, params)
+      return self.phases[i][1].pre_forward_update(params, view)
+
+    return self._in_force(
+      run, state.count, params, state._replace(inner_state=None)
+    )
+
+  def post_gradient_update(self, params, opt_state):
+    state = base_updater.find_state(opt_state)
+
+    def run(i, params, state):
+      view = self._view(i, state, params)
+      return self.phases[i][1].post_gradient_update(params, view)
+
+    return self._in_force(
+      run, state.count, params, state._replace(inner_state=None)
+    )
+
+  def trained_masks(self, state):
+    # The masks of a dense phase are all ones.
+    holds = [p.holds_zeros or _is_dense(p) for _, p in self.phases]
+    return state.masks if all(holds) else None
+
+  def instant_sparsify(self, params, grads=None):
+    return self.phases[-1][1].instant_sparsify(params, grads)
+
+
+def _is_dense(phase: base_updater.BaseUpdater) -> bool:
+  return phase.category.start == "dense"
