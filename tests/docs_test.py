@@ -20,6 +20,7 @@ MODULES = [
   "jaxpruner.algorithms.pruners",
   "jaxpruner.api",
   "jaxpruner.doctor",
+  "jaxpruner.tickets",
   "jaxpruner.utils",
 ]
 

@@ -32,7 +32,7 @@ BOTTOM = CORE[0] | CORE[1]
 # Stand beside the core: they know trees, masks and types, not algorithms.
 BESIDE = ("utils", "metrics", "report", "plot", "sparse")
 # Live on public names alone.
-OUTSIDE = ("cli", "compare", "integrations")
+OUTSIDE = ("cli", "compare", "integrations", "tickets")
 
 
 def files(name):

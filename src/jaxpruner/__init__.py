@@ -156,12 +156,13 @@ __all__ = [
   "structures",
   "summarize_intersection",
   "summarize_sparsity",
+  "tickets",  # pyright: ignore[reportUnsupportedDunderAll]
   "transforms",
 ]
 
 
 def __getattr__(name: str) -> Any:
   # Formats and files are imported on use: `import jaxpruner` stays light.
-  if name in ("plot", "sparse", "report", "post_training"):
+  if name in ("plot", "sparse", "report", "post_training", "tickets"):
     return importlib.import_module(f"jaxpruner.{name}")
   raise AttributeError(f"module 'jaxpruner' has no attribute {name!r}")
