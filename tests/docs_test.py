@@ -17,10 +17,14 @@ PAGES = sorted([ROOT / "README.md", *ROOT.glob("docs/**/*.md")])
 MODULES = [
   "jaxpruner.allocation",
   "jaxpruner.structures.permutation",
+  "jaxpruner.algorithms.at_init",
+  "jaxpruner.algorithms.phases",
   "jaxpruner.algorithms.pruners",
   "jaxpruner.api",
   "jaxpruner.doctor",
   "jaxpruner.tickets",
+  "jaxpruner.metrics",
+  "jaxpruner.redistribution",
   "jaxpruner.utils",
 ]
 
