@@ -15,6 +15,7 @@ from jaxpruner import api
 ROOT = pathlib.Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", *ROOT.glob("docs/**/*.md")])
 MODULES = [
+  "jaxpruner.activations",
   "jaxpruner.allocation",
   "jaxpruner.structures.permutation",
   "jaxpruner.algorithms.at_init",

@@ -21,7 +21,7 @@ CORE = [
   {"sparsity_types"},
   {"sparsity_distributions", "sparsity_schedules"}
   | {"criteria", "redistribution"},
-  {"allocation"},
+  {"activations", "allocation"},
   _UPDATER | {"base_updater", "transforms"},
   {"algorithms"},
   {"structures"},

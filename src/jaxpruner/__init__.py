@@ -4,6 +4,7 @@ import importlib
 from typing import Any
 
 from jaxpruner import (
+  activations,
   algorithms,
   allocation,
   criteria,
@@ -128,6 +129,7 @@ __all__ = [
   "TopKAST",
   "Unstructured",
   "WoodFisherPruning",
+  "activations",
   "algorithm_category",
   "algorithm_class",
   "algorithms",
