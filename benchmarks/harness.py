@@ -1,0 +1,128 @@
+"""What `jaxpruner compare` adds to bare training.
+
+  python benchmarks/harness.py [--task fashion] [--algorithm rigl]
+
+Two programs train the same seeds on the same batches in turns, one stretch (a
+twentieth of the training) at a time: the comparison's own, with snapshots of
+masks, churn and exploration, records appended and synced to disk, and the
+progress bar; and a loop of nothing but steps.
+"""
+
+import argparse
+import json
+import pathlib
+import tempfile
+import time
+
+import jax
+import jax.numpy as jnp
+import optax
+import page
+
+import jaxpruner
+from jaxpruner.compare import cell as cells
+from jaxpruner.compare import folder, plan, program, terminal
+
+
+def bare_program(task, updater):
+  """Steps and nothing else, batched over seeds as the task asks."""
+  tx = updater.wrap_optax(task.optimizer())
+
+  def step(params, state, world, data, key, t):
+    batch_key, loss_key = jax.random.split(jax.random.fold_in(key, 2))
+    world, batch = task.interact(world, params, data, batch_key, t)
+    loss = lambda p, batch, key: task.loss(
+      updater.pre_forward_update(p, state), batch, key
+    )
+    key = jax.random.fold_in(loss_key, t)
+    _, grads = task.gradient(loss, params, batch, key)
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state, world
+
+  def train(carry, key, data, first, count):
+    body = lambda i, c: step(*c, data, key, first + i)
+    return jax.lax.fori_loop(0, count, body, carry)
+
+  def all_seeds(carry, keys, data, first, count):
+    one = lambda pair: train(*pair, data, first, count)
+    if task.batching == "map":
+      return jax.lax.map(one, (carry, keys))
+    return jax.vmap(lambda c, k: one((c, k)))(carry, keys)
+
+  return jax.jit(all_seeds, donate_argnums=0)
+
+
+def measure(name: str, algorithm: str, seeds: int, repeats: int) -> dict:
+  settings = plan.Settings(task=name, seeds=seeds)
+  cell = plan.Cell(algorithm, 0.9)
+  task = cells.cell_task(cell, settings)
+  data = cells.load_data(name, "")
+  config = cells.updater_config(task, cell, settings)
+  updater = jaxpruner.create_updater_from_config(config)
+  keys = jax.vmap(jax.random.key)(jnp.arange(seeds))
+  built, bare = program.build(task, updater, data), bare_program(task, updater)
+  length = -(-task.steps // cells.STRETCHES)
+  carry = built.start(keys, data)
+  lean = jax.tree.map(jnp.copy, (carry.params, carry.opt_state, carry.world))
+  lean = jax.tree.map(
+    lambda x: jnp.broadcast_to(x, (seeds,)) if x.ndim == 0 else x, lean
+  )
+  first = task.steps // 2
+  with tempfile.TemporaryDirectory() as place:
+    path = pathlib.Path(place) / "steps.jsonl"
+    with terminal.Progress(1, 0, task.metric) as progress:
+
+      def harnessed():
+        nonlocal carry
+        carry, losses, taken = built.train(
+          carry, keys, data, first, length, length
+        )
+        record = cells._stretch_record(cell, task, first, length, losses, taken)
+        folder.append_line(path, record)
+        progress.stretch(record)
+        return carry.params
+
+      def plain():
+        nonlocal lean
+        lean = bare(lean, keys, data, first, length)
+        return lean[0]
+
+      jax.block_until_ready((harnessed(), plain()))
+      times = page.interleave(harnessed, plain, repeats=repeats)
+  return {
+    "task": name,
+    "algorithm": algorithm,
+    "seeds": seeds,
+    "steps": length,
+    "seconds": min(times[1]),
+    "ratio": page.ratio(*times),
+  }
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__)
+  parser.add_argument("--task", default="fashion")
+  parser.add_argument("--algorithm", default="rigl")
+  parser.add_argument("--seeds", type=int, default=1)
+  parser.add_argument("--repeats", type=int, default=7)
+  options = parser.parse_args()
+  start = time.perf_counter()
+  row = measure(options.task, options.algorithm, options.seeds, options.repeats)
+  print(json.dumps(row))
+  head = ["task", "algorithm", "seeds", "steps", "bare, s", "harness ÷ bare"]
+  values = [
+    row["task"],
+    row["algorithm"],
+    str(row["seeds"]),
+    str(row["steps"]),
+    f"{row['seconds']:.2f}",
+    f"{row['ratio']:.3f}",
+  ]
+  text = page.table(head, [values])
+  page.write(
+    "harness", "What the comparison adds", [text], time.perf_counter() - start
+  )
+
+
+if __name__ == "__main__":
+  main()
