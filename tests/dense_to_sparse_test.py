@@ -387,3 +387,32 @@ def test_phases_alternate_and_end_sparse():
   assert wanted == [0, 0, *[0.5] * 3, *[0] * 3, *[0.5] * 4]
   with pytest.raises(ValueError, match="update_end_step=None"):
     schedules.AlternatingSchedule(3, 2)
+
+
+@pytest.mark.parametrize("back", [0, 2])
+def test_imp_prunes_a_fifth_and_rewinds_weights_and_moments(back):
+  pruner = jaxpruner.IterativeMagnitudePruning(
+    sparsity=0.3,
+    rewind_step=back,
+    scheduler=schedules.GeometricSchedule(2, 3, 5),
+  )
+  history = run(pruner, optax.sgd(RATE, momentum=0.5))
+  w = flat(WEIGHTS)
+  velocity = {k: np.zeros_like(v) for k, v in w.items()}
+  early = dict(w), dict(velocity)
+  mask = {k: np.ones(v.shape) for k, v in w.items()}
+  for t in range(STEPS):
+    if t in (3, 5):  # rounds at 20 and 30 %, instead of a step
+      gone = {k: np.where(mask[k], abs(v), -1) for k, v in w.items()}
+      mask = top_together(gone, 0.2 if t == 3 else 0.3)
+      w = {k: v * mask[k] for k, v in early[0].items()}
+      velocity = dict(early[1])
+    else:
+      for k, g in at(GRADS, t).items():
+        velocity[k] = 0.5 * velocity[k] + g
+        w[k] = mask[k] * (w[k] - RATE * velocity[k])
+    if t + 1 == back:
+      early = dict(w), dict(velocity)
+    check_masks(history[t + 1][1], mask)
+    check_params(history[t + 1][0], w)
+  assert jaxpruner.IterativeMagnitudePruning.trainings(0.9) == 12

@@ -53,6 +53,7 @@ _REGISTRY: dict[str, type[base_updater.BaseUpdater]] = {
   "grasp": algorithms.GraSP,
   "synflow": algorithms.SynFlow,
   "lamp": algorithms.LampPruning,
+  "imp": algorithms.IterativeMagnitudePruning,
 }
 
 _DISTRIBUTIONS = {
@@ -95,6 +96,7 @@ _KEYS = (
   "update_start_step",
   "update_end_step",
   "power",
+  "fraction",
   "total_steps",
   "sparsity_type",
   "filter_fn",
@@ -117,6 +119,7 @@ _SCHEDULES = {
   "periodic": sparsity_schedules.PeriodicSchedule,
   "polynomial": sparsity_schedules.PolynomialSchedule,
   "alternating": sparsity_schedules.AlternatingSchedule,
+  "geometric": sparsity_schedules.GeometricSchedule,
 }
 
 
@@ -225,7 +228,7 @@ def create_updater_from_config(
         otherwise a ramp. `total_steps` fills in what is missing: gradual
         pruners work from 25 % to 75 % of training, sparse trainers rewire every
         100 steps until 75 %. `schedule` ("none", "one_shot", "periodic",
-        "polynomial", "alternating") overrides the choice,
+        "polynomial", "alternating", "geometric") overrides the choice,
       - `drop`, `grow`: "magnitude", "gradient", "momentum", "random" or
         "magnitude_gradient"; `redistribute`: "momentum" or "survivors": the
         parts of dynamic sparse training, or `{"name": …, field: value}`,
@@ -414,7 +417,13 @@ def _schedule(cls, config) -> sparsity_schedules.BaseSchedule:
         f"schedule='polynomial'; {config['algorithm']!r} updates periodically: "
         "drop it"
       )
-    return _SCHEDULES[kind](freq, start, end)
+    own = {"fraction": config["fraction"]} if "fraction" in config else {}
+    if own and kind != "geometric":
+      raise ValueError(
+        f"sparsity_config: fraction={own['fraction']!r} needs "
+        f"schedule='geometric', not {kind!r}; drop it"
+      )
+    return _SCHEDULES[kind](freq, start, end, **own)
   if end is None:
     raise ValueError(
       f"sparsity_config has update_start_step={start!r} but no "

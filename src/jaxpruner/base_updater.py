@@ -118,6 +118,12 @@ class BaseUpdater:
 
   # --- what an algorithm may override -------------------------------------
 
+  @classmethod
+  def trainings(cls, sparsity: float) -> int:
+    """Return how many trainings of the usual length the method takes."""
+    del sparsity
+    return 1
+
   def bind(
     self,
     loss: Callable[[PyTree, Any], Array],

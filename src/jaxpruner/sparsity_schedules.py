@@ -156,6 +156,40 @@ class AlternatingSchedule(PeriodicSchedule):
     return jnp.where(sparse, target, 0)
 
 
+@dataclasses.dataclass(frozen=True)
+class GeometricSchedule(PeriodicSchedule):
+  """Remove the same fraction of what is left at every update.
+
+  The rounds of iterative magnitude pruning (Han et al., 2015): a fifth, then a
+  fifth of the rest, and so on; never beyond the target, and exactly at it from
+  the end on.
+  """
+
+  fraction: float = 0.2
+
+  def __post_init__(self):
+    super().__post_init__()
+    if self.update_end_step is None:
+      raise ValueError(
+        "GeometricSchedule: update_end_step=None; the rounds need the step at "
+        "which they reach their target"
+      )
+    if not isinstance(self.fraction, float) or not 0 < self.fraction < 1:
+      raise ValueError(
+        f"GeometricSchedule: fraction={self.fraction!r} must lie between 0 and "
+        "1, such as 0.2"
+      )
+
+  def get_sparsity_at_step(self, target_sparsities: Any, step: Any) -> Any:
+    target = jnp.asarray(target_sparsities, jnp.float32)
+    elapsed = jnp.subtract(step, self.update_start_step)
+    rounds = jnp.maximum(elapsed // self.update_freq + 1, 0)
+    left = jnp.float32(1 - self.fraction) ** rounds
+    assert self.update_end_step is not None  # as in PolynomialSchedule
+    done = jnp.greater_equal(step, self.update_end_step)
+    return jnp.where(done, target, jnp.minimum(1 - left, target))
+
+
 @functools.partial(jax.jit, static_argnums=1)
 def _power(left: jax.Array, power: float) -> jax.Array:
   # The same last bit inside and outside `jit`, which may decide a mask: the

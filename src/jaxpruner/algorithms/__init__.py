@@ -19,6 +19,7 @@ from jaxpruner.algorithms.global_pruners import (
   GlobalSaliencyPruning,
   LampPruning,
 )
+from jaxpruner.algorithms.imp import IterativeMagnitudePruning
 from jaxpruner.algorithms.movement import (
   MovementPruning,
   SoftMovementPruning,
@@ -62,6 +63,7 @@ __all__ = [
   "GlobalSaliencyPruning",
   "GraNet",
   "GraSP",
+  "IterativeMagnitudePruning",
   "LampPruning",
   "MagnitudePruning",
   "MovementPruning",

@@ -32,12 +32,24 @@ def updater_config(
     "total_steps": task.steps,
     **task.pruning,
   }
+  steps = task.steps
+  if (total := trainings(cell)) > 1:
+    # Each round is as long as the training of every other algorithm.
+    config |= {"update_freq": steps, "update_start_step": steps}
+    config |= {"update_end_step": (total - 1) * steps}
   if settings.type:
     config["sparsity_type"] = settings.type
     # N:M gives every leaf the same sparsity; another share contradicts it.
     if plan.type_sparsity(settings.type) is not None:
       config["dist_type"] = settings.distribution or "uniform"
   return config
+
+
+def trainings(cell: plan.Cell) -> int:
+  """Return how many trainings a cell takes: one, but for tickets."""
+  if cell.algorithm in plan.BASELINES:
+    return 1
+  return jaxpruner.algorithm_class(cell.algorithm).trainings(cell.sparsity)
 
 
 def cell_task(cell: plan.Cell, settings: plan.Settings) -> Task:
@@ -147,23 +159,24 @@ def run_cell(
     task.example(data),
   )
 
-  length = max(1, -(-task.steps // STRETCHES))
+  steps = trainings(cell) * task.steps
+  length = max(1, -(-steps // STRETCHES))
   carry = built.start(keys, data)
   first, spent, cost = 0, 0.0, 0.0
   if task.resumable and (saved := load_state()):
     carry, (first, spent, cost) = program.restore(carry, saved)
     first = int(first)
   saved_at = time.perf_counter()
-  while first < task.steps:
-    count = min(length, task.steps - first)
+  while first < steps:
+    count = min(length, steps - first)
     carry, losses, taken = built.train(carry, keys, data, first, count, length)
-    stretch = _stretch_record(cell, task, first, count, losses, taken)
+    stretch = _stretch_record(cell, steps, first, count, losses, taken)
     each = updater.gradients_per_step * _step_cost(flops, stretch)
     cost += count * each
     on_stretch(stretch)
     first += count
     now = time.perf_counter()
-    due = task.resumable and first < task.steps and now - saved_at > 30
+    due = task.resumable and first < steps and now - saved_at > 30
     if save_state and due:
       progress = [first, spent + now - began, cost]
       save_state(program.arrays_of(carry, progress))
@@ -192,7 +205,7 @@ def run_cell(
   return Outcome(record, arrays)
 
 
-def _stretch_record(cell, task, first, count, losses, taken) -> dict[str, Any]:
+def _stretch_record(cell, steps, first, count, losses, taken) -> dict[str, Any]:
   taken = jax.device_get(taken)
   named = lambda tree: {
     report.path_name(path): float(np.mean(leaf))
@@ -202,7 +215,7 @@ def _stretch_record(cell, task, first, count, losses, taken) -> dict[str, Any]:
     "cell": cell.id,
     "start": first,
     "count": count,
-    "steps": task.steps,
+    "steps": steps,
     "loss": np.asarray(losses, np.float64)[:, :count].tolist(),
     "density": named(taken.density),
     "stored": named(taken.stored),
