@@ -205,11 +205,15 @@ def test_total_steps_give_a_schedule_that_ends_in_time(name, total):
   else:
     assert schedule.update_end_step == total * 3 // 4
     assert schedule.update_start_step <= schedule.update_end_step
-  kind = (
-    sparsity_schedules.PeriodicSchedule
-    if name in REWIRING
-    else sparsity_schedules.PolynomialSchedule
-  )
+  cls = jaxpruner.algorithm_class(name)
+  rewires = cls.regrows and cls.category.start == "sparse-to-sparse"
+  kind = {
+    "alternating": sparsity_schedules.AlternatingSchedule,
+    "geometric": sparsity_schedules.GeometricSchedule,
+    None: sparsity_schedules.PeriodicSchedule
+    if rewires
+    else sparsity_schedules.PolynomialSchedule,
+  }[cls.default_schedule]
   assert type(schedule) in (kind, sparsity_schedules.OneShotSchedule)
 
 
