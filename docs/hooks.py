@@ -32,7 +32,8 @@ EXAMPLE = """
 ```python
 import jax, jax.numpy as jnp, optax, jaxpruner
 
-pruner = jaxpruner.create_updater_from_config({config})
+pruner = jaxpruner.create_updater_from_config(
+  {config})
 tx = pruner.wrap_optax(optax.sgd(0.1, momentum=0.9))
 params = {{"kernel": jax.random.normal(jax.random.key(0), (32, 16))}}
 opt_state = tx.init(params)
@@ -108,12 +109,38 @@ def gallery() -> dict[str, str]:
   return pages
 
 
+def notebook_page(path: pathlib.Path) -> str:
+  """Return a notebook as markdown: its text, code and kept outputs."""
+  parts = []
+  for cell in json.loads(path.read_text())["cells"]:
+    source = "".join(cell["source"])
+    if cell["cell_type"] == "markdown":
+      parts.append(source)
+      continue
+    parts.append(f"```python\n{source}\n```")
+    for output in cell["outputs"]:
+      data = output.get("data", {})
+      if "image/png" in data:
+        picture = "".join(data["image/png"]).replace("\n", "")
+        parts.append(f"![output](data:image/png;base64,{picture})")
+      elif output.get("name") == "stdout":
+        parts.append(f"```text\n{''.join(output['text'])}```")
+  link = f"Run it yourself: `docs/notebooks/{path.name}`."
+  return "\n\n".join([*parts, link]) + "\n"
+
+
 def on_files(files, config):
-  """Add the pages of the gallery, which exist nowhere on disk."""
+  """Add pages that exist nowhere on disk: the gallery, and the notebooks."""
   from mkdocs.structure.files import File
 
-  for path, text in gallery().items():
-    files.append(File.generated(config, path, content=text))
+  pages = gallery()
+  for path in sorted((ROOT / "docs" / "notebooks").glob("*.ipynb")):
+    old = files.get_file_from_path(f"notebooks/{path.name}")
+    if old is not None:
+      files.remove(old)
+    pages[f"notebooks/{path.stem}.md"] = notebook_page(path)
+  for name, text in pages.items():
+    files.append(File.generated(config, name, content=text))
   return files
 
 
@@ -127,7 +154,7 @@ def on_page_markdown(markdown: str, **_) -> str:
     text = text.replace("](docs/", "](")
     text = re.sub(r'(src|href)="docs/', r'\1="', text)
     text = re.sub(
-      r"\[([^\]]+)\]\((?:examples/|CONTRIBUTING\.md|CHANGELOG\.md)\)",
+      r"\[([^\]]+)\]\((?:examples/|notebooks/|CONTRIBUTING\.md|CHANGELOG\.md)\)",
       r"\1",
       text,
     )

@@ -123,7 +123,7 @@ def write(table: pathlib.Path, lines: dict[str, str]) -> None:
       "Each against the real package, in an environment of its own, by",
       "`python tools/integrations.py`. After 50 steps the realised sparsity is",
       "the target exactly, and masks survive the framework's own checkpoint.",
-      "*Lines added* are those a user adds, marked in the test.",
+      "*Lines added* are those a user adds, marked in the test; imports apart.",
       "",
       *HEAD,
       *rows,

@@ -14,10 +14,10 @@ from dopamine.jax import networks
 from jaxpruner.integrations import dopamine
 
 GIN = f"""
-SparseDQNAgent.algorithm = "{{}}"
-SparseDQNAgent.sparsity = {SPARSITY}
-SparseDQNAgent.total_steps = {STEPS}
-"""  # added
+SparseDQNAgent.algorithm = "{{}}"  # added
+SparseDQNAgent.sparsity = {SPARSITY}  # added
+SparseDQNAgent.total_steps = {STEPS}  # added
+"""
 
 
 REPLAY = """

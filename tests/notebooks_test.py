@@ -1,0 +1,47 @@
+"""Every notebook of the documentation runs, and shows its outputs."""
+
+import json
+import pathlib
+
+import matplotlib.pyplot as plt
+import pytest
+
+from jaxpruner import api
+
+FOLDER = pathlib.Path(__file__).parent.parent / "docs" / "notebooks"
+NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
+# Half a minute or more each: the others suffice for every change.
+LONG = {"fast_sparse_model", "one_shot", "write_an_algorithm"}
+
+
+def code(path):
+  cells = json.loads(path.read_text())["cells"]
+  return [cell for cell in cells if cell["cell_type"] == "code"]
+
+
+@pytest.mark.parametrize(
+  "path",
+  [
+    pytest.param(
+      p, id=p.stem, marks=[pytest.mark.slow] if p.stem in LONG else []
+    )
+    for p in NOTEBOOKS
+  ],
+)
+def test_every_cell_of_a_notebook_runs(path, monkeypatch, tmp_path):
+  monkeypatch.chdir(tmp_path)
+  monkeypatch.setattr(api, "_REGISTRY", dict(api._REGISTRY))
+  namespace = {"__name__": "notebook"}
+  for cell in code(path):
+    exec(compile("".join(cell["source"]), path.name, "exec"), namespace)
+  plt.close("all")
+
+
+def test_outputs_are_kept_and_no_cell_failed():
+  assert len(NOTEBOOKS) == 6
+  for path in NOTEBOOKS:
+    outputs = [output for cell in code(path) for output in cell["outputs"]]
+    kinds = {output["output_type"] for output in outputs}
+    assert "error" not in kinds, path.name
+    pictures = [o for o in outputs if "image/png" in o.get("data", {})]
+    assert pictures, path.name
