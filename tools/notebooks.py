@@ -20,7 +20,7 @@ def execute(path: pathlib.Path) -> None:
   from nbclient import NotebookClient
 
   notebook = nbformat.read(path, as_version=4)
-  NotebookClient(notebook, timeout=600).execute()
+  NotebookClient(notebook, timeout=600, iopub_timeout=60).execute()
   for cell in notebook.cells:
     # Times and counters would change the file at every run.
     cell.metadata.pop("execution", None)

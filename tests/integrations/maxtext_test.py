@@ -6,6 +6,8 @@ import framework
 import jax
 from framework import STEPS, assert_sparse, make_pruner
 
+import jaxpruner
+
 framework.require("maxtext", "maxtext")
 
 import maxtext
@@ -44,18 +46,24 @@ def settings(folder, steps):
   ]
 
 
+def pick(tree, masks):
+  """Return the entries of a tree that have a mask, and the masks."""
+  if not hasattr(masks, "items"):
+    return tree, masks
+  pairs = {
+    key: pick(tree[key], mask)
+    for key, mask in masks.items()
+    if jax.tree.leaves(mask)
+  }
+  return tuple({k: pair[i] for k, pair in pairs.items()} for i in (0, 1))
+
+
 def parts(state):
-  """Parameters and optimizer state as plain trees of arrays."""
-  if hasattr(state, "opt_state"):
-    return state.params, state.opt_state
-  is_variable = lambda node: isinstance(node, nnx.Variable)
-  unbox = lambda tree: jax.tree.map(
-    lambda v: v.get_value() if is_variable(v) else v, tree, is_leaf=is_variable
-  )
-  model = nnx.state(state["model"] if "model" in state else state.model)
-  return unbox(nnx.filter_state(model, nnx.Param)), unbox(
-    state["optimizer"]["opt_state"]
-  )
+  """Parameters and masks; NNX turns an Optax state into dictionaries."""
+  found = nnx.to_pure_dict(state)
+  masks = found["optimizer"]["opt_state"]["masks"]
+  params, masks = pick(found["model"], masks)
+  return params, jaxpruner.SparseState(masks)
 
 
 def test_maxtext_ends_exactly_sparse_and_resumes(tmp_path):
