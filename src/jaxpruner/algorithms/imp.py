@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -47,7 +47,7 @@ class IterativeMagnitudePruning(global_pruners.GlobalMagnitudePruning):
     return 1 + math.ceil(math.log(1 - sparsity) / math.log(0.8) - 1e-9)
 
   def wrap_optax(self, inner):
-    tx = super().wrap_optax(inner)
+    tx: Any = super().wrap_optax(inner)
 
     def init_fn(params):
       state = tx.init(params)
@@ -60,7 +60,8 @@ class IterativeMagnitudePruning(global_pruners.GlobalMagnitudePruning):
       pick = lambda flag, new, old: jax.tree.map(
         lambda a, b: jnp.where(flag, a, b), new, old
       )
-      now = optax.apply_updates(params, updates), state.inner_state
+      moved: Any = optax.apply_updates(params, updates)
+      now = moved, state.inner_state
       early = pick(state.count == self.rewind_step, now, state.stats)
 
       def back(start, param, update):
