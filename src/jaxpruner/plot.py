@@ -52,6 +52,14 @@ STYLE: Any = {
 _PIXELS = 64
 
 
+def styled() -> Any:
+  """Return the context in which pictures are drawn."""
+  # Loads the backend: notebooks' turns interactive mode on as it loads, which
+  # leaving the context would turn off again, and with it the next picture.
+  plt.draw_if_interactive()
+  return plt.rc_context(STYLE)
+
+
 def look(names: Sequence[str]) -> dict[str, dict[str, Any]]:
   """Return a colour and a marker for each name, in order."""
   return {
@@ -145,7 +153,7 @@ def image(axis: Any, picture: np.ndarray, title: str) -> None:
 def sparsity(tree: PyTree, params: PyTree = None, axis: Any = None) -> Any:
   """Draw the sparsity of each layer as a bar."""
   masks = named_masks(tree, params)
-  with plt.rc_context(STYLE):
+  with styled():
     axis = axis or _axis(6, max(1.6, 0.3 * len(masks) + 0.8))
     bars(axis, list(masks), [1 - float(m.mean()) for m in masks.values()])
   return axis.figure
@@ -156,7 +164,7 @@ def masks(tree: PyTree, params: PyTree = None, columns: int = 4) -> Any:
   found = named_masks(tree, params)
   columns = min(columns, len(found))
   rows = -(-len(found) // columns)
-  with plt.rc_context(STYLE):
+  with styled():
     figure, axes = plt.subplots(
       rows,
       columns,
@@ -182,7 +190,7 @@ def schedules(
   Marks are the steps at which masks are updated.
   """
   steps = np.arange(total_steps + 1)
-  with plt.rc_context(STYLE):
+  with styled():
     axis = axis or _axis(6, 3)
     for name, style in look(list(table)).items():
       values = table[name].get_sparsity_at_step(target, steps)
@@ -217,7 +225,7 @@ def evolution(
   shown = sorted(
     {steps[int(i)] for i in np.linspace(0, len(steps) - 1, frames)}
   )
-  with plt.rc_context(STYLE):
+  with styled():
     figure = plt.figure(figsize=(1.7 * len(shown), 4.0), layout="constrained")
     grid = figure.add_gridspec(2, len(shown))
     for i, step in enumerate(shown):
@@ -271,7 +279,7 @@ def tradeoff(
     metric: what the means measure.
     axis: where to draw.
   """
-  with plt.rc_context(STYLE):
+  with styled():
     axis = axis or _axis(6, 3.6)
     for name, style in look(list(curves)).items():
       points = sorted(curves[name])
