@@ -1,10 +1,11 @@
-"""Perplexity of language models pruned after training.
+"""How good real models are when pruned after training.
 
-    python benchmarks/oneshot.py --model stories15M --tokens 51200
+    python benchmarks/oneshot.py --model SmolLM2-135M
+    python benchmarks/oneshot.py --model CIFAR-10-CNN
 
-Calibrates on the first part of three texts (Wikipedia, speeches, film reviews),
-judges on a later part, and appends each figure to docs/results/oneshot.json as
-soon as it is known; figures already there are not measured again.
+Language models calibrate on the first part of three texts (Wikipedia, speeches,
+film reviews) and are judged on a later part. The benchmark writes each figure
+to docs/results/oneshot.json as soon as it is known; figures already there are not measured again.
 """
 
 import argparse
@@ -20,6 +21,7 @@ import numpy as np
 from jaxpruner import post_training
 from jaxpruner.compare import data
 from jaxpruner.post_training import evaluation, models, texts
+from jaxpruner.post_training.models import resnet50
 
 RESULTS = pathlib.Path(__file__).parent.parent / "docs/results/oneshot.json"
 KINDS = ("enwik8", "sotu", "imdb")
@@ -40,6 +42,7 @@ def three_texts(part: int) -> list[str]:
 
 def store(key: str, row: dict) -> None:
   rows = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+  print(key, json.dumps(row), flush=True)
   rows[key] = row | {
     "date": datetime.date.today().isoformat(),
     "jax": importlib.metadata.version("jax"),
@@ -49,21 +52,13 @@ def store(key: str, row: dict) -> None:
   os.replace(temporary, RESULTS)
 
 
-def known(key: str, tokens: int) -> bool:
+def known(key: str, amount: int, of: str = "tokens") -> bool:
   rows = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-  return rows.get(key, {}).get("tokens", 0) >= tokens
+  return rows.get(key, {}).get(of, 0) >= amount
 
 
-def main() -> None:
-  parser = argparse.ArgumentParser(description=__doc__)
-  parser.add_argument("--model", default="stories15M")
-  parser.add_argument("--tokens", type=int, default=51200)
-  parser.add_argument("--calibration", type=int, default=128, help="windows")
-  parser.add_argument(
-    "--methods", nargs="*", default=["magnitude", "wanda", "sparsegpt"]
-  )
-  parser.add_argument("--types", nargs="*", default=["unstructured", "2:4"])
-  args = parser.parse_args()
+def language(args: argparse.Namespace) -> None:
+  """Measure a language model, dense and pruned."""
   model = models.load(args.model)
   encode, length = model.tokenizer.encode, model.window
   learn = texts.mixed(three_texts(0), encode, length, args.calibration)
@@ -83,7 +78,6 @@ def main() -> None:
     row = {"perplexity": mean, **found, **extra}
     row["tokens"] = int(sum(rows.size for rows in judge))
     row["judged_seconds"] = time.perf_counter() - start
-    print(key, json.dumps(row), flush=True)
     store(key, row)
 
   if not known(f"{args.model} dense", args.tokens):
@@ -91,24 +85,77 @@ def main() -> None:
   for kind in args.types:
     for method in args.methods:
       key = f"{args.model} {kind} {method}"
-      if known(key, args.tokens):
-        continue
-      start = time.perf_counter()
-      params, _, report = post_training.prune(
-        model.apply_fn,
-        model.params,
-        batches,
-        method=method,
-        sparsity=0.5,
-        sparsity_type=kind,
-        filter_fn=model.filter_fn,
-      )
-      extra = {
-        "sparsity": report.sparsity,
-        "seconds": time.perf_counter() - start,
-        "calibration_tokens": int(learn.size),
-      }
-      measure(key, params, extra)
+      if not known(key, args.tokens):
+        params, extra = pruned(model, batches, method, 0.5, kind, False)
+        measure(key, params, extra | {"calibration_tokens": int(learn.size)})
+
+
+def pictures(args: argparse.Namespace) -> None:
+  """Measure a classifier, dense and pruned."""
+  model = models.load(args.model)
+  if args.model == "ResNet-50":
+    x, y = resnet50.photos()
+    learn, size = x[:, :, ::-1], 10
+  else:
+    sets = data.load_cifar10()
+    x = sets["test_x"][: args.images].astype(np.float32)
+    y = sets["test_y"][: args.images]
+    learn, size = sets["train_x"][:512].astype(np.float32), 64
+  batches = np.split(learn, len(learn) // size)
+  dense = evaluation.classes(model.apply_fn, model.params, x, size)
+
+  def measure(key: str, params, extra: dict) -> None:
+    found = evaluation.classes(model.apply_fn, params, x, size)
+    row = {
+      "accuracy": float((found == y).mean()),
+      "agreement": float((found == dense).mean()),
+      "images": len(x),
+    }
+    store(key, row | extra)
+
+  if not known(f"{args.model} dense", len(x), "images"):
+    measure(f"{args.model} dense", model.params, {})
+  for sparsity in args.sparsities:
+    for method in args.methods:
+      key = f"{args.model} {sparsity} {method}"
+      if not known(key, len(x), "images"):
+        # Running statistics are measured anew, for all methods alike.
+        options = method, sparsity, "unstructured", True
+        measure(key, *pruned(model, batches, *options))
+
+
+def pruned(model, batches, method, sparsity, kind, refit):
+  start = time.perf_counter()
+  params, _, report = post_training.prune(
+    model.apply_fn,
+    model.params,
+    batches,
+    method=method,
+    sparsity=sparsity,
+    sparsity_type=kind,
+    filter_fn=model.filter_fn,
+    refit=refit,
+  )
+  seconds = time.perf_counter() - start
+  return params, {"sparsity": report.sparsity, "seconds": seconds}
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__)
+  parser.add_argument("--model", default="stories15M")
+  parser.add_argument("--tokens", type=int, default=51200)
+  parser.add_argument("--images", type=int, default=10_000)
+  parser.add_argument("--calibration", type=int, default=128, help="windows")
+  parser.add_argument(
+    "--methods", nargs="*", default=["magnitude", "wanda", "sparsegpt"]
+  )
+  parser.add_argument("--types", nargs="*", default=["unstructured", "2:4"])
+  parser.add_argument(
+    "--sparsities", nargs="*", type=float, default=[0.5, 0.7, 0.8, 0.9]
+  )
+  args = parser.parse_args()
+  image = args.model in ("ResNet-50", "CIFAR-10-CNN")
+  (pictures if image else language)(args)
 
 
 if __name__ == "__main__":

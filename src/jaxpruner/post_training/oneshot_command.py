@@ -31,7 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   parser.add_argument(
     "--calibration",
     metavar="FILE",
-    help="a text file; by default enwik8 or the model's own pictures",
+    help="a text file: its first half calibrates, its second judges; by "
+    "default enwik8, or the model's own pictures",
   )
   parser.add_argument(
     "--samples", type=int, default=32, help="windows or images to calibrate on"
@@ -59,8 +60,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _text(args: argparse.Namespace, part: int) -> str:
-  if args.calibration and part == 0:
-    return pathlib.Path(args.calibration).read_text(errors="ignore")
+  """Return text to calibrate on (part 0) or to judge by (part 1)."""
+  if args.calibration:
+    text = pathlib.Path(args.calibration).read_text(errors="ignore")
+    half = len(text) // 2
+    return text[half:] if part else text[:half]
   raw = data.load_enwik8(args.data)[40_000_000 * (part + 1) :][:4_000_000]
   return raw.tobytes().decode("utf-8", "ignore")
 
