@@ -5,7 +5,8 @@
 
 Language models calibrate on the first part of three texts (Wikipedia, speeches,
 film reviews) and are judged on a later part. The benchmark writes each figure
-to docs/results/oneshot.json as soon as it is known; figures already there are not measured again.
+to docs/results/oneshot.json as soon as it is known; figures already there are
+not measured again.
 """
 
 import argparse

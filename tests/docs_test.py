@@ -27,6 +27,11 @@ MODULES = [
   "jaxpruner.metrics",
   "jaxpruner.redistribution",
   "jaxpruner.utils",
+  "jaxpruner.post_training.calibration",
+  "jaxpruner.post_training.holding",
+  "jaxpruner.post_training.lora",
+  "jaxpruner.post_training.owl",
+  "jaxpruner.post_training.pruning",
 ]
 
 

@@ -14,6 +14,7 @@ _MODULES = {
   "add_lora": "lora",
   "apply_lora": "lora",
   "calibrate": "calibration",
+  "hold_masks": "holding",
   "merge_lora": "lora",
   "prune": "pruning",
 }

@@ -1,0 +1,54 @@
+"""Train a pruned model on, under any Optax optimizer."""
+
+from typing import Any
+
+import jax.numpy as jnp
+import optax
+
+from jaxpruner import _tree
+
+
+def hold_masks(
+  tx: optax.GradientTransformation, masks: Any
+) -> optax.GradientTransformationExtraArgs:
+  """Wrap an optimizer so that pruned weights stay exactly +0.0.
+
+  The inner optimizer sees no gradient of a pruned weight; the update of such a
+  weight is minus the weight, whatever it holds.
+
+  Args:
+    tx: any Optax optimizer.
+    masks: as `prune` returns them; leaves without one train freely.
+
+  Example:
+    >>> import jax.numpy as jnp, optax
+    >>> params = {"w": jnp.array([1.0, 0.0])}
+    >>> tx = hold_masks(optax.sgd(1.0), {"w": jnp.array([1, 0], jnp.uint8)})
+    >>> updates, _ = tx.update({"w": jnp.ones(2)}, tx.init(params), params)
+    >>> optax.apply_updates(params, updates)["w"].tolist()
+    [0.0, 0.0]
+  """
+  inner = optax.with_extra_args_support(tx)
+
+  def update(grads, state, params=None, **extra):
+    if params is None:
+      raise ValueError(
+        "hold_masks needs the parameters: call tx.update(grads, state, params)"
+      )
+
+    def only(names, grad, mask):
+      del names
+      return grad if mask is None else jnp.where(mask, grad, 0)
+
+    grads = _tree.map_masks(only, grads, masks)
+    updates, state = inner.update(grads, state, params, **extra)
+
+    def held(names, param, change, mask):
+      del names
+      if mask is None:
+        return change
+      return jnp.where(mask, change, -param)
+
+    return _tree.map_masks(held, params, updates, masks), state
+
+  return optax.GradientTransformationExtraArgs(inner.init, update)
