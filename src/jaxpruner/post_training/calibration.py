@@ -69,19 +69,17 @@ class Model:
     first = next(rows, None)
     if first is None:
       raise ValueError("batches is empty; give at least one batch")
-    flat, batch_tree = jax.tree.flatten(first)
+    batch_tree = jax.tree.structure(first)
 
     def run(leaves, inputs):
       batch = jax.tree.unflatten(batch_tree, inputs)
       return apply_fn(self.tree(leaves), batch)
 
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self.leaves]
-    inputs = [
-      jax.ShapeDtypeStruct(np.shape(x), np.asarray(x).dtype) for x in flat
-    ]
+    inputs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in flat_batch(first)]
     self.program = _program.trace(run, shapes, inputs)
     self.graph = _graph.find(self.program, self.names)
-    self.batches = map(jax.tree.leaves, itertools.chain([first], rows))
+    self.batches = map(flat_batch, itertools.chain([first], rows))
     self.skipped: dict[str, str] = {}
     found = {part.leaf for part in self.graph.parts}
     for i, leaf in enumerate(self.leaves):
@@ -134,6 +132,14 @@ class Model:
       self.graph, list(self.leaves), cuts, gram, self.place
     )
     return stream, stream.run(self.batches, skip)
+
+
+def flat_batch(batch: Any) -> list[np.ndarray]:
+  """Return a batch's arrays in the dtypes JAX gives them."""
+  arrays = map(np.asarray, jax.tree.leaves(batch))
+  return [
+    x.astype(jax.dtypes.canonicalize_dtype(x.dtype), copy=False) for x in arrays
+  ]
 
 
 def statistics(part: _graph.Part, sums: dict[Any, Any]) -> Statistics:

@@ -1,5 +1,6 @@
 """Low-rank fine-tuning of a pruned model that stays as sparse as it is."""
 
+import zlib
 from typing import Any
 
 import jax
@@ -35,7 +36,9 @@ def add_lora(params: Any, masks: Any, rank: int, key: jax.Array) -> Any:
       continue
     last = leaf.shape[-1]
     size = leaf.size // last
-    a = jax.random.normal(_tree.leaf_key(key, names), (size, rank))
+    # From the path: the order of leaves never matters.
+    own = jax.random.fold_in(key, zlib.crc32(_tree.join(names).encode()))
+    a = jax.random.normal(own, (size, rank))
     factors[_tree.join(names)] = {
       "a": (a / jnp.sqrt(size)).astype(leaf.dtype),
       "b": jnp.zeros((rank, last), leaf.dtype),

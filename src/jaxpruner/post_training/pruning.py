@@ -252,7 +252,7 @@ def prune(
   targets = _targets(model, sparsity, allocation, custom_sparsity_map)
   if allocation == "owl":
     targets = _owl(model, targets, sparsity)
-    model.batches = map(jax.tree.leaves, batches)
+    model.batches = map(calibration.flat_batch, batches)
   model.parts = [p for p in model.parts if targets[p.leaf] is not None]
   job = _Job(model, targets, kind, settings, refit, sequential)
   if folder is not None:
