@@ -30,7 +30,7 @@ def hold_masks(
   """
   inner = optax.with_extra_args_support(tx)
 
-  def update(grads, state, params=None, **extra):
+  def update(updates, state, params=None, **extra):
     if params is None:
       raise ValueError(
         "hold_masks needs the parameters: call tx.update(grads, state, params)"
@@ -40,8 +40,8 @@ def hold_masks(
       del names
       return grad if mask is None else jnp.where(mask, grad, 0)
 
-    grads = _tree.map_masks(only, grads, masks)
-    updates, state = inner.update(grads, state, params, **extra)
+    updates = _tree.map_masks(only, updates, masks)
+    updates, state = inner.update(updates, state, params, **extra)
 
     def held(names, param, change, mask):
       del names
