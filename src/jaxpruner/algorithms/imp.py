@@ -54,7 +54,7 @@ class IterativeMagnitudePruning(global_pruners.GlobalMagnitudePruning):
       early = jax.tree.map(jnp.copy, (params, state.inner_state))
       return state._replace(stats=early)
 
-    def update_fn(updates, state, params=None, **extra):
+    def update_fn(updates, state, params: Any = None, **extra):
       due = self.scheduler.is_mask_update_iter(state.count)
       updates, state = tx.update(updates, state, params, **extra)
       pick = lambda flag, new, old: jax.tree.map(
