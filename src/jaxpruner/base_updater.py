@@ -305,10 +305,7 @@ class BaseUpdater:
         _tree.align(params, updates, "grads")  # raises where they differ
       state = self.observe(state, params, updates)
       due = self.scheduler.is_mask_update_iter(state.count)
-      old_masks = state.masks
       state = self._update_if(due, state, params, updates)
-      if self.regrows:
-        state = self._with_fresh_moments(inner, state, old_masks, params)
       new_updates, inner_state = inner.update(
         self.prepare_gradients(updates, state, params),
         state.inner_state,
@@ -324,6 +321,8 @@ class BaseUpdater:
           inner_state,
           state.inner_state,
         )
+      if self.regrows:
+        inner_state = self._pin_moments(inner, inner_state, state, params)
       new_updates = self.confine(new_updates, state, params)
       state = state._replace(
         inner_state=inner_state,
@@ -530,27 +529,23 @@ class BaseUpdater:
       targets,
     )
 
-  def _with_fresh_moments(self, inner, state, old_masks, params) -> SparseState:
-    """Return the state with moments fresh where a weight is or was pruned.
+  def _pin_moments(self, inner, inner_state, state, params) -> PyTree:
+    """Return the optimizer's state, that of pruned weights freshly made.
 
-    Every step, in the pass that reads the moments anyway: a conditional reset
-    on growth would copy the whole optimizer state, and a reset in the pass that
-    writes them would keep the old ones alive beside the new.
+    Every step, in the pass that writes the moments anyway: a conditional reset
+    on growth would copy the whole optimizer state instead.
     """
     keep: list[Any] = [
-      None if new is None else self._unpack(old & new, param)
-      for param, old, new in zip(
+      None if mask is None else self._unpack(mask, param)
+      for param, mask in zip(
         jax.tree.leaves(params),
-        _tree.align(params, old_masks),
         _tree.align(params, state.masks),
         strict=True,
       )
     ]
     # Some moments start at the parameter: that of a pruned one is zero.
     fresh = inner.init(self.apply_masks(params, state.masks))
-    return state._replace(
-      inner_state=_tree.pin_moments(state.inner_state, fresh, params, keep)
-    )
+    return _tree.pin_moments(inner_state, fresh, params, keep)
 
   def _held(self, params: PyTree, masks: Masks) -> tuple[list[Any], list[Any]]:
     """Return the prunable leaves and their masks."""
