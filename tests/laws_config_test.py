@@ -206,7 +206,7 @@ def test_total_steps_give_a_schedule_that_ends_in_time(name, total):
     assert schedule.update_end_step == total * 3 // 4
     assert schedule.update_start_step <= schedule.update_end_step
   cls = jaxpruner.algorithm_class(name)
-  rewires = cls.regrows and cls.category.start == "sparse-to-sparse"
+  rewires = cls.category.start == "sparse-to-sparse" and cls.category.dynamic
   kind = {
     "alternating": sparsity_schedules.AlternatingSchedule,
     "geometric": sparsity_schedules.GeometricSchedule,

