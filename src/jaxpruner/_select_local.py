@@ -20,6 +20,7 @@ from jaxpruner._selection import COUNT, PROBES, Bracket, Plan, at
 _RUN = 16  # neighbours a sample takes together: a cache line of float32
 _COMPARISONS = 1 << 22  # so many take about a millisecond
 _FEW = 8  # leaves; more would take too long to compile each by itself
+_SMALL = 1 << 25  # weights ranked together; more must take no extra memory
 _GROUPS = 8  # of leaves; a group whose thresholds are known costs nothing
 
 
@@ -263,7 +264,8 @@ def masks(
   plan = Plan.of(leaves, together)
   if int(np.sum(plan.sizes**2)) <= _COMPARISONS:
     return _by_rank(plan, ones, dtype)
-  if len(plan.sizes) > _FEW:
+  small = not together or int(plan.sizes.sum()) <= _SMALL
+  if len(leaves) > _FEW and small:
     return _select_many.masks(plan, ones, dtype)
   whole, wanted = plan.whole(), jnp.maximum(ones, 1)
   sample, real = _sample(plan)
