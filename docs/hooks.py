@@ -32,26 +32,45 @@ EXAMPLE = """
 ```python
 import jax, jax.numpy as jnp, optax, jaxpruner
 
+x = jax.random.normal(jax.random.key(1), (64, 32))
+y = x[:, :16]
+params = {{"kernel": jax.random.normal(jax.random.key(0), (32, 16))}}
+
+
+def apply(params, x):
+  return x @ params["kernel"]
+
+
+def loss(params, batch):
+  inputs, labels = batch
+  return jnp.mean((apply(params, inputs) - labels) ** 2)
+
+
 pruner = jaxpruner.create_updater_from_config(
   {config})
-tx = pruner.wrap_optax(optax.sgd(0.1, momentum=0.9))
-params = {{"kernel": jax.random.normal(jax.random.key(0), (32, 16))}}
+{bind}tx = pruner.wrap_optax(optax.sgd(0.1, momentum=0.9))
 opt_state = tx.init(params)
 params = pruner.post_gradient_update(params, opt_state)
 
 
-def loss(params):
-  seen = pruner.pre_forward_update(params, opt_state)
-  return jnp.mean((seen["kernel"] - 1) ** 2)
+def gradient(params):
+  return jax.grad(
+    lambda p: loss(pruner.pre_forward_update(p, opt_state), (x, y))
+  )(params)
 
 
 for _ in range(20):
-  grads = jax.grad(loss)(params)
-  updates, opt_state = tx.update(grads, opt_state, params)
+  updates, opt_state = tx.update(
+    gradient(params), opt_state, params{extra}
+  )
   params = optax.apply_updates(params, updates)
 print(jaxpruner.sparsity_table(params, opt_state=opt_state))
 ```
 """
+# It looks at the loss once, before training.
+BIND = "pruner = pruner.bind(loss, (x, y), apply, x)\n"
+# It asks for the gradient at a second point.
+SECOND = ", grad_fn=gradient"
 
 
 def gallery_page(name: str) -> str:
@@ -68,7 +87,12 @@ def gallery_page(name: str) -> str:
   config = {"algorithm": name}
   if c.start != "dense":
     config |= {"sparsity": 0.75, "total_steps": 20}
-  example = EXAMPLE.format(config=json.dumps(config))
+  needs = cls().needs
+  example = EXAMPLE.format(
+    config=json.dumps(config),
+    bind=BIND if "loss" in needs else "",
+    extra=SECOND if cls.gradients_per_step > 1 else "",
+  )
   facts = [
     ("name in a configuration", f"`{name}`"),
     ("class", f"`{cls.__module__}.{cls.__name__}`"),

@@ -81,16 +81,7 @@ def hooks():
   return runpy.run_path(str(ROOT / "docs" / "hooks.py"))
 
 
-FEW = ["magnitude", "rigl"]
-
-
-@pytest.mark.parametrize(
-  "name",
-  [
-    name if name in FEW else pytest.param(name, marks=pytest.mark.slow)
-    for name in jaxpruner.all_algorithm_names()
-  ],
-)
+@pytest.mark.parametrize("name", jaxpruner.all_algorithm_names())
 @pytest.mark.filterwarnings("ignore:.*will never")
 def test_the_example_of_a_gallery_page_runs(name, capsys):
   page = hooks()["gallery_page"](name)

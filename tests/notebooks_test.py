@@ -10,8 +10,6 @@ from jaxpruner import api
 
 FOLDER = pathlib.Path(__file__).parent.parent / "docs" / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
-# Half a minute or more each: the others suffice for every change.
-LONG = {"fast_sparse_model", "one_shot", "write_an_algorithm"}
 
 
 def code(path):
@@ -19,15 +17,7 @@ def code(path):
   return [cell for cell in cells if cell["cell_type"] == "code"]
 
 
-@pytest.mark.parametrize(
-  "path",
-  [
-    pytest.param(
-      p, id=p.stem, marks=[pytest.mark.slow] if p.stem in LONG else []
-    )
-    for p in NOTEBOOKS
-  ],
-)
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_every_cell_of_a_notebook_runs(path, monkeypatch, tmp_path):
   monkeypatch.chdir(tmp_path)
   monkeypatch.setattr(api, "_REGISTRY", dict(api._REGISTRY))

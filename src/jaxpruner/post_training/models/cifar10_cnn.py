@@ -39,7 +39,7 @@ def apply(params: Any, images: jax.Array) -> jax.Array:
 def load(folder: str | None = None) -> Any:
   """Return the parameters; reading HDF5 takes the package h5py."""
   try:
-    import h5py
+    import h5py  # pyright: ignore[reportMissingImports]
   except ImportError as error:
     raise DataError(
       "cifar10-cnn is an HDF5 file; pip install h5py to read it"
