@@ -6,6 +6,8 @@ Model: the network of `fashion`. Each round 10 clients take 10 SGD steps from
 the server's weights; the server applies Adam to their mean change, and prunes:
 ERK, an update every 10 rounds until 75 %, gradual methods from 25 %.
 Command: `jaxpruner compare --task fed-fashion --sparsity 0.8`.
+Time and number: about 7 minutes a cell of 3 seeds on a busy core; dense 87.7 %,
+magnitude at 80 % 88.3 %.
 """
 
 import dataclasses
