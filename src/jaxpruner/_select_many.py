@@ -14,6 +14,8 @@ from jaxpruner._selection import COUNT, PROBES, Plan
 
 _PIECE = 1 << 16  # stays in the cache from fetching to counting
 _SAMPLE = 1 << 11
+# Of the first probes, in spreads around the rank a sample's threshold has.
+_RANKS = np.linspace(1, -1, PROBES, dtype=np.float32)
 
 
 class _Pieces:
@@ -101,11 +103,7 @@ def _guess(pieces: _Pieces, ones: Array) -> Array:
   ranks = (share * count)[:, None] + spread[:, None] * _RANKS
   # Ranks are from the top; probes ascend.
   index = sample.shape[1] - jnp.clip(ranks, 1, count[:, None])
-  probes = jnp.take_along_axis(sample, index.astype(jnp.int32), 1)
-  return probes
-
-
-_RANKS = np.linspace(1, -1, PROBES, dtype=np.float32)
+  return jnp.take_along_axis(sample, index.astype(jnp.int32), 1)
 
 
 def masks(plan: Plan, ones: Array, dtype) -> list[Array]:
@@ -142,8 +140,7 @@ def masks(plan: Plan, ones: Array, dtype) -> list[Array]:
     first=_guess(pieces, wanted),
   )
   level = jnp.where(ones == 0, whole.high, bracket.low)
-  room = jnp.where(bracket.reach == wanted, bracket.reach, wanted)
-  room = jnp.where(ones == 0, 0, room - bracket.beyond)
+  room = jnp.where(ones == 0, 0, wanted - bracket.beyond)
 
   def write(piece, state):
     rows, room = state

@@ -35,6 +35,14 @@ def _axis(owner: Any, axis: Any) -> None:
     )
 
 
+def _has_axis(owner: Any, shape: Shape, axis: int, name: str) -> None:
+  if not -len(shape) <= axis < len(shape):
+    raise ValueError(
+      f"{name}: shape {shape} has no axis {axis}; pass "
+      f"{type(owner).__name__}(axis=…), or leave it out with filter_fn"
+    )
+
+
 def check_sparsity(sparsity: Any, argument: str = "sparsity") -> float:
   """Return a sparsity as a float, or raise."""
   try:
@@ -282,11 +290,7 @@ class Channel(SparsityType):
 
   def check(self, shape: Shape, sparsity: Any, name: str = "scores") -> None:
     super().check(shape, sparsity, name)
-    if not -len(shape) <= self.axis < len(shape):
-      raise ValueError(
-        f"{name}: shape {shape} has no axis {self.axis}; pass Channel(axis=…), "
-        "or leave it out with filter_fn"
-      )
+    _has_axis(self, shape, self.axis, name)
 
   def pool(self, scores: Array) -> Array:
     channels = self.axis % scores.ndim
@@ -318,11 +322,7 @@ class ConstantFanIn(SparsityType):
 
   def check(self, shape: Shape, sparsity: Any, name: str = "scores") -> None:
     super().check(shape, sparsity, name)
-    if not -len(shape) <= self.axis < len(shape):
-      raise ValueError(
-        f"{name}: shape {shape} has no axis {self.axis}; pass "
-        "ConstantFanIn(axis=…), or leave it out with filter_fn"
-      )
+    _has_axis(self, shape, self.axis, name)
 
   def units(self, shape: Shape) -> int:
     return math.prod(shape) // shape[self.axis]

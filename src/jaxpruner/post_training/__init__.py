@@ -3,8 +3,7 @@
 Names are imported on first use: `import jaxpruner` stays light.
 """
 
-import importlib
-from typing import Any
+from jaxpruner import _on_use
 
 # name -> the module below jaxpruner.post_training that defines it
 _MODULES = {
@@ -20,17 +19,7 @@ _MODULES = {
 }
 
 __all__ = sorted(_MODULES)  # pyright: ignore[reportUnsupportedDunderAll]
-
-
-def __getattr__(name: str) -> Any:
-  if name not in _MODULES:
-    raise AttributeError(
-      f"module {__name__!r} has no attribute {name!r}; it has "
-      f"{', '.join(__all__)}"
-    )
-  module = importlib.import_module(f"{__name__}.{_MODULES[name]}")
-  globals()[name] = getattr(module, name)
-  return globals()[name]
+__getattr__ = _on_use.names_of(__name__, _MODULES)
 
 
 def __dir__() -> list[str]:

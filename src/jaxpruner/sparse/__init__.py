@@ -4,8 +4,7 @@ Names are imported on first use: `import jaxpruner` stays light, and a missing
 extra (numba) is felt only by the name that needs it.
 """
 
-import importlib
-from typing import Any
+from jaxpruner import _on_use
 
 # name -> the module below jaxpruner.sparse that defines it
 _MODULES = {
@@ -40,21 +39,7 @@ _MODULES = {
 }
 
 __all__ = sorted(_MODULES)  # pyright: ignore[reportUnsupportedDunderAll]
-
-
-def __getattr__(name: str) -> Any:
-  if name not in _MODULES:
-    raise AttributeError(
-      f"module {__name__!r} has no attribute {name!r}; it has "
-      f"{', '.join(__all__)}"
-    )
-  module = importlib.import_module(f"{__name__}.{_MODULES[name]}")
-  # All of its names at once: importing a module puts the module itself here,
-  # and must not hide a function of the same name.
-  for other, home in _MODULES.items():
-    if home == _MODULES[name]:
-      globals()[other] = getattr(module, other)
-  return globals()[name]
+__getattr__ = _on_use.names_of(__name__, _MODULES)
 
 
 def __dir__() -> list[str]:

@@ -13,9 +13,7 @@ def refill(weights: Any, mask: Any, axis: int = -1) -> np.ndarray:
   The channels that kept the most `|w|` are filled up again, the others go, at
   the same sparsity: a winning ticket made structural.
   """
-  mask = np.asarray(mask)
-  kept = np.abs(np.asarray(weights, np.float32)) * mask
-  sparsity = 1 - np.count_nonzero(mask) / mask.size
+  kept, sparsity = _kept(weights, np.asarray(mask))
   return np.asarray(sparsity_types.Channel(axis).mask(kept, sparsity))
 
 
@@ -43,8 +41,7 @@ def regroup(
       f"regroup: mask has shape {mask.shape}; rows are regrouped in a matrix, "
       "reshape it to two dimensions"
     )
-  kept = np.abs(np.asarray(weights, np.float32)) * mask
-  sparsity = 1 - np.count_nonzero(mask) / mask.size
+  kept, sparsity = _kept(weights, mask)
   kind = sparsity_types.Block(block_shape)
   best = None
   for order in (np.arange(len(mask)), _similar_rows(mask, block_shape[0])):
@@ -57,6 +54,12 @@ def regroup(
   result = np.empty(mask.shape, mask_calculator.MASK_DTYPE)
   result[order] = blocks
   return result, order
+
+
+def _kept(weights: Any, mask: np.ndarray) -> tuple[Any, float]:
+  """What a mask keeps of `|w|`, and its sparsity."""
+  kept = np.where(mask, np.abs(np.asarray(weights, np.float32)), 0)
+  return kept, 1 - np.count_nonzero(mask) / mask.size
 
 
 def _similar_rows(mask: np.ndarray, height: int) -> np.ndarray:
