@@ -116,7 +116,7 @@ def load_data(name: str, folder: str) -> PyTree:
 
 @functools.lru_cache(maxsize=32)
 def _evaluator(task: Task) -> Callable[[PyTree, PyTree], dict[str, jax.Array]]:
-  if task.batching == "map":
+  if task.in_turn:
     return jax.jit(
       lambda params, data: jax.lax.map(lambda p: task.evaluate(p, data), params)
     )

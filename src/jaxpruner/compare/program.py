@@ -158,7 +158,7 @@ def _once(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 def _over_seeds(task, start, train, final, data) -> Program:
   """Batch the seeds: one bigger program (vmap), or one after another (map)."""
-  if task.batching == "map":
+  if task.in_turn:
     start_all = lambda keys, data: jax.lax.map(lambda k: start(k, data), keys)
     final_all = lambda carry: jax.lax.map(final, carry)
   else:
@@ -168,7 +168,7 @@ def _over_seeds(task, start, train, final, data) -> Program:
 
   def train_all(carry, keys, data, first, count, length):
     one = lambda carry, key: train(carry, key, data, first, count, length)
-    if task.batching == "map":
+    if task.in_turn:
       return jax.lax.map(lambda pair: one(*pair), (carry, keys))
     mapped = jax.vmap(one, in_axes=(axes, 0), out_axes=(axes, 0, 0))
     return mapped(carry, keys)

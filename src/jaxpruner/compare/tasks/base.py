@@ -46,8 +46,15 @@ class Task:
   # JAX, as an emulator does.
   resumable: ClassVar[bool] = True
   # "vmap" turns seeds into one bigger product; "map" runs them in turn inside
-  # the program, for networks whose activations for all seeds do not fit.
+  # the program, for worlds that cannot be batched; "auto" maps on CPU, where
+  # the activations of all seeds together outgrow the cache, and else vmaps.
   batching: ClassVar[str] = "vmap"
+
+  @property
+  def in_turn(self) -> bool:
+    """Whether seeds run one after another inside the program."""
+    on_cpu = jax.default_backend() == "cpu"
+    return self.batching == "map" or (self.batching == "auto" and on_cpu)
 
   def load(self, folder: str | None = None) -> PyTree:
     """Return the data as arrays; `folder` overrides where it is looked for."""

@@ -29,6 +29,7 @@ class Fashion(base.Classification):
   batch_size: int = 64
   learning_rate: float = 2e-3
   name: ClassVar[str] = "fashion"
+  batching: ClassVar[str] = "auto"
 
   def load(self, folder: str | None = None) -> dict[str, np.ndarray]:
     return data.load_fashion(folder)
