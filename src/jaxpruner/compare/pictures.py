@@ -1,6 +1,5 @@
-"""The pictures of a comparison: metric, layers, masks over time, losses."""
+"""The pictures of a comparison: layers, masks over time, losses."""
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +12,7 @@ import numpy as np
 from matplotlib import ticker
 
 from jaxpruner import plot
-from jaxpruner.compare import plan
+from jaxpruner.compare import metric_picture, plan
 from jaxpruner.compare.table import Row
 
 Steps = dict[str, list[dict[str, Any]]]
@@ -23,108 +22,12 @@ def draw_all(table: Sequence[Row], steps: Steps) -> dict[str, Any]:
   """Return name -> figure for everything the rows and steps allow."""
   with plt.rc_context(plot.STYLE):
     figures = {
-      "metric": draw_metric(table),
+      "metric": metric_picture.draw_metric(table),
       "layers": draw_layers(table, steps),
       "masks": draw_masks(table, steps),
       "loss": draw_loss(table, steps),
     }
   return {name: figure for name, figure in figures.items() if figure}
-
-
-def _algorithms(table: Sequence[Row]) -> list[str]:
-  names = dict.fromkeys(row.algorithm for row in table)
-  return [name for name in names if name not in plan.BASELINES]
-
-
-def draw_metric(table: Sequence[Row]) -> Any:
-  """Metric against sparsity with 95 % intervals, one panel per category."""
-  table = [row for row in table if row.metric is not None]
-  groups = [g for g in dict.fromkeys(r.group for r in table)]
-  groups = [g for g in groups if g != plan.group("dense").title]
-  if not groups:
-    return None
-  levels = sorted({row.sparsity for row in table})
-  figure, axes = plt.subplots(
-    1,
-    len(groups),
-    figsize=(1.2 + 3.3 * len(groups), 3.6),
-    sharey=True,
-    squeeze=False,
-    layout="constrained",
-  )
-  look = plot.look(_algorithms(table))
-  dense = next((r for r in table if r.algorithm == "dense"), None)
-  small = {r.sparsity: r for r in table if r.algorithm == "small_dense"}
-  for axis, group in zip(axes[0], groups, strict=True):
-    members = _algorithms([row for row in table if row.group == group])
-    if dense and dense.metric:
-      axis.axhline(dense.metric.mean, color="black", lw=1, label="dense")
-      if not math.isnan(dense.metric.low):
-        axis.axhspan(
-          dense.metric.low, dense.metric.high, color="black", alpha=0.08, lw=0
-        )
-    if small:
-      _errorbar(
-        axis,
-        levels,
-        [small.get(s) for s in levels],
-        0.0,
-        color="#777777",
-        marker="_",
-        ls="--",
-        label="small dense",
-      )
-    width = 0.5 / max(1, len(members))
-    for i, name in enumerate(members):
-      points = {r.sparsity: r for r in table if r.algorithm == name}
-      offset = (i - (len(members) - 1) / 2) * width
-      _errorbar(
-        axis,
-        levels,
-        [points.get(s) for s in levels],
-        offset,
-        ls="-",
-        label=name,
-        **look[name],
-      )
-    head, _, tail = group.partition(": ")
-    axis.set_title(plot.plain(f"{head}\n{tail}" if tail else f"{head}\n"))
-    axis.set_xticks(range(len(levels)), [f"{100 * s:g} %" for s in levels])
-    axis.set_xlim(-0.5, len(levels) - 0.5)
-    axis.set_xlabel("weights removed")
-    axis.grid(axis="x", visible=False)
-    axis.legend(loc="best", handlelength=1.6, borderaxespad=0.2)
-  first = table[0]
-  unit = _unit(first.task)
-  label = f"{first.metric_name} ({unit})" if unit else first.metric_name
-  axes[0][0].set_ylabel(plot.plain(label))
-  seeds = max(r.metric.n for r in table if r.metric)
-  figure.suptitle(
-    plot.plain(
-      f"{first.task}: mean over {seeds} seeds, bars are 95 % intervals"
-    ),
-    fontsize=10,
-  )
-  return figure
-
-
-def _unit(task: str) -> str:
-  from jaxpruner.compare import tasks
-
-  return tasks.task_class(task).unit if task in tasks.TASKS else ""
-
-
-def _errorbar(axis, levels, points, offset, **look) -> None:
-  found = [
-    (i + offset, p.metric)
-    for i, p in zip(range(len(levels)), points, strict=True)
-    if p is not None and p.metric is not None
-  ]
-  if not found:
-    return
-  x, points = zip(*found, strict=True)
-  columns = [[getattr(m, k) for m in points] for k in ("mean", "low", "high")]
-  plot.errorbar(axis, x, *columns, **look)
 
 
 def draw_layers(table: Sequence[Row], steps: Steps) -> Any:
@@ -195,7 +98,7 @@ def draw_loss(table: Sequence[Row], steps: Steps) -> Any:
 
 def _curves(table, steps, columns, title) -> Any:
   levels = sorted({row.sparsity for row in table})
-  look = plot.look(_algorithms(table))
+  look = plot.look(metric_picture.algorithms(table))
   look["dense"] = {"color": "black", "marker": None}
   look["small_dense"] = {"color": "#777777", "marker": None}
   # Losses run side by side; pairs of curves one pair per line.
