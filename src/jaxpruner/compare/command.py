@@ -128,6 +128,8 @@ def _listed(text: str) -> list[str]:
 
 def compare(settings: Any, out: str, args: argparse.Namespace) -> int:
   """Compute what the folder lacks, then report all of it."""
+  import jax
+
   from jaxpruner.compare import (
     executors,
     folder,
@@ -171,7 +173,8 @@ def compare(settings: Any, out: str, args: argparse.Namespace) -> int:
         executors.ray_cluster(
           pending, settings, run.path, sink, args.ray_address
         )
-      elif jobs == 1 or len(pending) < 2:
+      elif jobs == 1 and jax.default_backend() != "cpu":
+        # One process owns the accelerator, and it is this one.
         executors.serial(pending, settings, run.path, sink)
       else:
         executors.processes(pending, settings, run.path, sink, jobs)

@@ -6,6 +6,7 @@ its settings, so all executors give the same records.
 """
 
 import json
+import os
 import pathlib
 import queue
 import subprocess
@@ -16,6 +17,12 @@ from typing import Any
 
 from jaxpruner.compare import cell as cells
 from jaxpruner.compare import folder, plan
+
+# XLA sums a product in another order on another number of threads: with one,
+# a cell gives the same bits on any number of cores and beside any number of
+# other cells. It also wastes no time waiting: two cells on a core each are
+# much faster than two that share two cores.
+ONE_THREAD = {"NPROC": "1"}
 
 Event = dict[str, Any]
 Sink = Callable[[Event], None]
@@ -114,6 +121,7 @@ def processes(
           stdout=subprocess.PIPE,
           stderr=log,
           text=True,
+          env=os.environ | (ONE_THREAD if settings.devices == 1 else {}),
         )
       workers.append(worker)
       workers[index].stdin.write(first + "\n")
@@ -164,7 +172,10 @@ def ray_cluster(
   if not ray.is_initialized():
     ray.init(address=address, log_to_driver=False)
 
-  task = ray.remote(max_retries=3)(_remote)
+  environment = ONE_THREAD if settings.devices == 1 else {}
+  task = ray.remote(max_retries=3, runtime_env={"env_vars": dict(environment)})(
+    _remote
+  )
   payload = plan.as_dict(settings)
   # One spare task per CPU keeps nodes busy without flooding the cluster.
   limit = 2 * max(1, int(ray.cluster_resources().get("CPU", 1)))
