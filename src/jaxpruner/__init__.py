@@ -16,6 +16,7 @@ from jaxpruner import (
   structures,
   transforms,
 )
+from jaxpruner._spelling import parse_sparsity_type
 from jaxpruner._state import Category, SparseState, apply_mask, find_state
 from jaxpruner.algorithms import (
   ACDC,
@@ -62,7 +63,6 @@ from jaxpruner.api import (
   all_algorithm_names,
   config_from_updater,
   create_updater_from_config,
-  parse_sparsity_type,
   register_algorithm,
 )
 from jaxpruner.base_updater import BaseUpdater, NoPruning

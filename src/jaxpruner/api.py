@@ -2,20 +2,16 @@
 
 import dataclasses
 import functools
-import re
 from collections.abc import Mapping
 from typing import Any
 
 from jaxpruner import (
+  _spelling,
   _tree,
   algorithms,
   base_updater,
-  criteria,
-  redistribution,
   sparsity_distributions,
   sparsity_schedules,
-  sparsity_types,
-  structures,
 )
 
 _REGISTRY: dict[str, type[base_updater.BaseUpdater]] = {
@@ -56,38 +52,6 @@ _REGISTRY: dict[str, type[base_updater.BaseUpdater]] = {
   "imp": algorithms.IterativeMagnitudePruning,
 }
 
-_DISTRIBUTIONS = {
-  "uniform": sparsity_distributions.uniform,
-  "erk": sparsity_distributions.erk,
-}
-
-# Spelling -> type. The first group of each pair is the paper's.
-_TYPES = (
-  (r"unstructured", lambda: sparsity_types.Unstructured()),
-  (r"nm_(\d+),(\d+)|(\d+):(\d+)", lambda n, m: sparsity_types.NByM(n, m)),
-  (
-    r"nm_(\d+),(\d+),(-?\d+)",
-    lambda n, m, axis: sparsity_types.NByM(n, m, axis),
-  ),
-  (
-    r"block_(\d+),(\d+)|(\d+)x(\d+)",
-    lambda h, w: sparsity_types.Block((h, w)),
-  ),
-  (
-    r"maxblock_(\d+),(\d+)",
-    lambda h, w: sparsity_types.Block((h, w), use_avg_pooling=False),
-  ),
-  (r"channel_(-?\d+)", lambda axis: sparsity_types.Channel(axis)),
-  (
-    r"transposable_(\d+),(\d+)",
-    lambda n, m: structures.TransposableNByM(n, m),
-  ),
-  (r"diagonal_(\d+)", lambda blocks: structures.BlockDiagonal(blocks)),
-  (r"strided_(\d+)", lambda blocks: structures.BlockDiagonal(blocks, True)),
-  (r"fan_in", lambda: sparsity_types.ConstantFanIn()),
-  (r"fan_in_(-?\d+)", lambda axis: sparsity_types.ConstantFanIn(axis)),
-)
-
 _KEYS = (
   "algorithm",
   "dist_type",
@@ -111,34 +75,6 @@ _STEPS = {
   "update_start_step": 0,
   "update_end_step": 0,
   "total_steps": 1,
-}
-
-_SCHEDULES = {
-  "none": sparsity_schedules.NoUpdateSchedule,
-  "one_shot": sparsity_schedules.OneShotSchedule,
-  "periodic": sparsity_schedules.PeriodicSchedule,
-  "polynomial": sparsity_schedules.PolynomialSchedule,
-  "alternating": sparsity_schedules.AlternatingSchedule,
-  "geometric": sparsity_schedules.GeometricSchedule,
-}
-
-
-_CRITERIA = {
-  "magnitude": criteria.Magnitude,
-  "gradient": criteria.Gradient,
-  "momentum": criteria.Momentum,
-  "random": criteria.Random,
-  "magnitude_gradient": criteria.MagnitudeGradient,
-}
-
-# Fields that hold an object, and the names these have in configuration.
-_PARTS = {
-  "drop": _CRITERIA,
-  "grow": _CRITERIA,
-  "redistribute": {
-    "momentum": redistribution.ByMomentum,
-    "survivors": redistribution.BySurvivors,
-  },
 }
 
 
@@ -184,29 +120,6 @@ def algorithm_class(name: str) -> type[base_updater.BaseUpdater]:
 def algorithm_category(name: str) -> base_updater.Category:
   """Return where a registered algorithm stands on the map."""
   return algorithm_class(name).category
-
-
-def parse_sparsity_type(spec: Any) -> Any:
-  """Return the sparsity type a configuration asks for.
-
-  Takes a type, `"2:4"`, `"nm_2,4"`, `"nm_2,4,-1"` (axis), `"4x4"`,
-  `"block_4,4"`, `"maxblock_4,4"`, `"channel_0"`, `"fan_in"`, `"unstructured"`,
-  a mapping from path or glob to any of these, or a function.
-  """
-  if isinstance(spec, Mapping):
-    return {key: parse_sparsity_type(value) for key, value in spec.items()}
-  if spec is None:
-    return sparsity_types.Unstructured()
-  if not isinstance(spec, str):
-    return spec
-  for pattern, build in _TYPES:
-    found = re.fullmatch(pattern, spec.replace(" ", ""))
-    if found:
-      return build(*(int(g) for g in found.groups() if g is not None))
-  raise ValueError(
-    f"sparsity_type={spec!r} is not understood; write '2:4' or 'nm_2,4' for "
-    "N:M, '4x4' or 'block_4,4' for blocks, 'channel_0' for channels"
-  )
 
 
 def create_updater_from_config(
@@ -279,11 +192,11 @@ def create_updater_from_config(
   if cls.category.start == "dense":
     return cls()
   kwargs = {
-    key: _part(key, value) if key in _PARTS else value
+    key: _spelling.build_part(key, value) if key in _spelling.PARTS else value
     for key, value in config.items()
     if key in fields
   }
-  kwargs["sparsity_type"] = parse_sparsity_type(
+  kwargs["sparsity_type"] = _spelling.parse_sparsity_type(
     config.get("sparsity_type", cls.sparsity_type)
   )
   kwargs.update(_distribution(cls, config, kwargs["sparsity_type"], fields))
@@ -303,9 +216,10 @@ def _chain(config: Mapping[str, Any]) -> algorithms.Chain:
 def _distribution(cls, config, sparsity_type, fields) -> dict[str, Any]:
   """Return the arguments that say how much each leaf gives."""
   name = config.get("dist_type", "uniform")
-  if not isinstance(name, str) or name not in _DISTRIBUTIONS:
+  if not isinstance(name, str) or name not in _spelling.DISTRIBUTIONS:
     raise ValueError(
-      f"dist_type={name!r} is unknown; {_tree.nearest(name, _DISTRIBUTIONS)}"
+      f"dist_type={name!r} is unknown; "
+      f"{_tree.nearest(name, _spelling.DISTRIBUTIONS)}"
     )
   if "sparsity" in fields:  # a global ranking distributes by itself
     if "sparsity" not in config:
@@ -344,7 +258,7 @@ def _distribution(cls, config, sparsity_type, fields) -> dict[str, Any]:
   sparsity = sparsity_distributions.check_sparsity(sparsity)
   return {
     "sparsity_distribution_fn": functools.partial(
-      _DISTRIBUTIONS[name], sparsity=sparsity, **options
+      _spelling.DISTRIBUTIONS[name], sparsity=sparsity, **options
     )
   }
 
@@ -399,9 +313,10 @@ def _schedule(cls, config) -> sparsity_schedules.BaseSchedule:
       else cls.default_schedule
       or ("periodic" if _rewires(cls) else "polynomial")
     )
-  if not isinstance(kind, str) or kind not in _SCHEDULES:
+  if not isinstance(kind, str) or kind not in _spelling.SCHEDULES:
     raise ValueError(
-      f"schedule={kind!r} is unknown; {_tree.nearest(kind, _SCHEDULES)}"
+      f"schedule={kind!r} is unknown; "
+      f"{_tree.nearest(kind, _spelling.SCHEDULES)}"
     )
   if kind == "one_shot":
     return sparsity_schedules.OneShotSchedule(target_step=start)
@@ -423,7 +338,7 @@ def _schedule(cls, config) -> sparsity_schedules.BaseSchedule:
         f"sparsity_config: fraction={own['fraction']!r} needs "
         f"schedule='geometric', not {kind!r}; drop it"
       )
-    return _SCHEDULES[kind](freq, start, end, **own)
+    return _spelling.SCHEDULES[kind](freq, start, end, **own)
   if end is None:
     raise ValueError(
       f"sparsity_config has update_start_step={start!r} but no "
@@ -461,55 +376,24 @@ def config_from_updater(updater: base_updater.BaseUpdater) -> dict[str, Any]:
   for field in dataclasses.fields(updater):
     value = getattr(updater, field.name)
     if field.name == "sparsity_type":
-      config["sparsity_type"] = _spell_type(value)
+      config["sparsity_type"] = _spelling.spell_type(value)
     elif field.name == "scheduler":
-      config.update(_spell_schedule(value))
+      config.update(_spelling.spell_schedule(value))
     elif field.name == "sparsity_distribution_fn":
       if value is not base_updater.UNSET:
-        config.update(_spell_distribution(value))
+        config.update(_spelling.spell_distribution(value))
       elif not _knows_sparsity(updater.sparsity_type):
         config["sparsity"] = 0.0
     elif field.name == "custom_sparsity_map":
       if value:
-        config[field.name] = _spell_map(value)
+        config[field.name] = _spelling.spell_map(value)
     elif base_updater.frozen(value) == base_updater.frozen(field.default):
       continue
-    elif field.name in _PARTS:
-      config[field.name] = _spell_part(field.name, value)
+    elif field.name in _spelling.PARTS:
+      config[field.name] = _spelling.spell_part(field.name, value)
     else:
-      config[field.name] = _spell_value(field.name, value)
+      config[field.name] = _spelling.spell_value(field.name, value)
   return config
-
-
-def _part(field: str, spec: Any) -> Any:
-  """Return the object that a name, or a mapping with one, stands for."""
-  if not isinstance(spec, str | Mapping):
-    return spec
-  options = {"name": spec} if isinstance(spec, str) else dict(spec)
-  name = str(options.pop("name", ""))
-  cls = _PARTS[field].get(name)
-  if cls is None:
-    raise ValueError(
-      f"{field}={spec!r} is unknown; {_tree.nearest(name, _PARTS[field])}"
-    )
-  known = {f.name for f in dataclasses.fields(cls)}
-  for option in options:
-    if option not in known:
-      raise ValueError(
-        f"{field}={spec!r}: {name!r} has no {option!r}; "
-        f"{_tree.nearest(option, known)}"
-      )
-  return cls(**options)
-
-
-def _spell_part(field: str, part: Any) -> Any:
-  names = {cls: name for name, cls in _PARTS[field].items()}
-  if type(part) not in names:
-    return _spell_value(field, part)
-  name, plain = names[type(part)], type(part)()
-  if part == plain:
-    return name
-  return {"name": name, **dataclasses.asdict(part)}
 
 
 def _plain(value: Any) -> Any:
@@ -517,70 +401,3 @@ def _plain(value: Any) -> Any:
   if hasattr(value, "items"):
     return {key: _plain(entry) for key, entry in value.items()}
   return value
-
-
-def _spell_value(name: str, value: Any) -> Any:
-  if isinstance(value, bool | int | float | str):
-    return value
-  raise ValueError(
-    f"{name}={value!r} cannot be written to JSON; use a plain value, or keep "
-    "the updater in code"
-  )
-
-
-def _spell_map(value: Mapping[Any, Any]) -> dict[str, Any]:
-  return {
-    _tree.join(key) if isinstance(key, tuple) else key: entry
-    for key, entry in value.items()
-  }
-
-
-def _spell_type(kind: Any) -> Any:
-  if isinstance(kind, Mapping):
-    return {k: _spell_type(v) for k, v in _spell_map(kind).items()}
-  match kind:
-    case sparsity_types.Unstructured():
-      return "unstructured"
-    case structures.TransposableNByM(n, m):
-      return f"transposable_{n},{m}"
-    case structures.BlockDiagonal(blocks, strided):
-      return f"{'strided' if strided else 'diagonal'}_{blocks}"
-    case sparsity_types.NByM(n, m, axis):
-      return f"nm_{n},{m},{axis}"
-    case sparsity_types.Block((height, width), average):
-      return f"{'' if average else 'max'}block_{height},{width}"
-    case sparsity_types.Channel(axis):
-      return f"channel_{axis}"
-    case sparsity_types.ConstantFanIn(axis):
-      return f"fan_in_{axis}"
-  return _spell_value("sparsity_type", kind)
-
-
-def _spell_schedule(scheduler: Any) -> dict[str, Any]:
-  names = {cls: name for name, cls in _SCHEDULES.items()}
-  name = names.get(type(scheduler))
-  if name is None:
-    return {"schedule": _spell_value("scheduler", scheduler)}
-  if name == "none":
-    return {}
-  if name == "one_shot":
-    step = scheduler.target_step
-    return {"update_start_step": step, "update_end_step": step}
-  config = {"schedule": name, **dataclasses.asdict(scheduler)}
-  return {key: value for key, value in config.items() if value is not None}
-
-
-def _spell_distribution(fn: Any) -> dict[str, Any]:
-  keywords = dict(getattr(fn, "keywords", {}))
-  for name, function in _DISTRIBUTIONS.items():
-    if getattr(fn, "func", None) is function and not fn.args:
-      config: dict[str, Any] = {"dist_type": name}
-      custom = keywords.pop("custom_sparsity_map", None)
-      if custom:
-        config["custom_sparsity_map"] = _spell_map(custom)
-      for key, value in keywords.items():
-        config[key] = _spell_value(key, value)
-      return config
-  return {
-    "sparsity_distribution_fn": _spell_value("sparsity_distribution_fn", fn)
-  }

@@ -175,7 +175,7 @@ def _task(name: str) -> Any:
   """Return the task's class; what all tasks share for one not known here."""
   from jaxpruner.compare import tasks
 
-  return tasks.task_class(name) if name in tasks.TASKS else tasks.base.Task
+  return tasks.task_class(name) if name in tasks.TASKS else tasks.Task
 
 
 def _errorbar(axis, levels, points, offset, **look) -> None:
