@@ -22,8 +22,9 @@ def algorithms(table: Sequence[Row]) -> list[str]:
 def draw_metric(table: Sequence[Row]) -> Any:
   """Metric with 95 % intervals: against sparsity, one panel per category.
 
-  A category of more than a handful of algorithms would hide them behind each
-  other: they are then listed below each other, one panel per sparsity.
+  Where there is one sparsity only, or so many algorithms in a category that
+  they would hide each other, they are listed below each other instead, one
+  panel per sparsity.
   """
   table = [row for row in table if row.metric is not None]
   groups = [g for g in dict.fromkeys(r.group for r in table)]
@@ -31,8 +32,9 @@ def draw_metric(table: Sequence[Row]) -> Any:
   if not groups:
     return None
   members = {g: algorithms([r for r in table if r.group == g]) for g in groups}
-  crowded = max(map(len, members.values())) > CROWD
-  figure = (_draw_list if crowded else _draw_panels)(table, members)
+  single = len({row.sparsity for row in table}) == 1
+  listed = single or max(map(len, members.values())) > CROWD
+  figure = (_draw_list if listed else _draw_panels)(table, members)
   seeds = max(r.metric.n for r in table if r.metric)
   figure.suptitle(
     plot.plain(
@@ -66,7 +68,7 @@ def _draw_list(table: Sequence[Row], members: dict[str, list[str]]) -> Any:
   figure, axes = plt.subplots(
     1,
     len(levels),
-    figsize=(1.8 + 3.0 * len(levels), 0.8 + 0.19 * len(lines)),
+    figsize=(1.8 + 3.6 * len(levels), 1.0 + 0.19 * len(lines)),
     sharey=True,
     squeeze=False,
     layout="constrained",
