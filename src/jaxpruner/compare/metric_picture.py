@@ -68,7 +68,7 @@ def _draw_list(table: Sequence[Row], members: dict[str, list[str]]) -> Any:
   figure, axes = plt.subplots(
     1,
     len(levels),
-    figsize=(1.8 + 3.6 * len(levels), 1.0 + 0.19 * len(lines)),
+    figsize=(1.8 + 3.6 * len(levels), max(2.6, 1.0 + 0.19 * len(lines))),
     sharey=True,
     squeeze=False,
     layout="constrained",
