@@ -16,33 +16,52 @@ import shutil
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
+from typing import NamedTuple
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 TESTS = ROOT / "tests" / "integrations"
 HEAD = (
-  "| framework | version | JAX | lines added | test | date | result |",
-  "|---|---|---|---|---|---|---|",
+  "| framework | version | JAX | lines added | checkpoint | test | date "
+  "| result |",
+  "|---|---|---|---|---|---|---|---|",
 )
 
-# Test file -> title, distribution, group.
+
+class Framework(NamedTuple):
+  """What a test file is about; the checkpoint is the one it goes through."""
+
+  title: str
+  package: str
+  group: str
+  checkpoint: str
+
+
+# By the name of the test file.
 FRAMEWORKS = {
-  "flax_linen": ("Flax Linen, TrainState", "flax", "core"),
-  "flax_nnx": ("Flax NNX", "flax", "core"),
-  "equinox": ("Equinox", "equinox", "core"),
-  "haiku": ("Haiku", "dm-haiku", "core"),
-  "orbax": ("Orbax", "orbax-checkpoint", "core"),
-  "jax_export": ("jax.export", "jax", "core"),
-  "keras": ("Keras 3", "keras", "keras"),
-  "flower": ("Flower", "flwr", "flower"),
-  "qwix": ("Qwix", "qwix", "qwix"),
-  "rl": ("rejax, Brax", "rejax", "rl"),
-  "tunix": ("Tunix", "google-tunix", "tunix"),
-  "fedjax": ("FedJAX", "fedjax", "fedjax"),
-  "dopamine": ("Dopamine", "dopamine-rl", "dopamine"),
-  "onnx": ("ONNX", "jax2onnx", "onnx"),
-  "litert": ("LiteRT", "ai-edge-litert", "litert"),
-  "kauldron": ("Kauldron", "kauldron", "kauldron"),
-  "maxtext": ("MaxText", "maxtext", "maxtext"),
+  "flax_linen": Framework(
+    "Flax Linen, TrainState", "flax", "core", "msgpack, Flax's own, Orbax"
+  ),
+  "flax_nnx": Framework("Flax NNX", "flax", "core", "Orbax"),
+  "equinox": Framework("Equinox", "equinox", "core", "its own"),
+  "haiku": Framework("Haiku", "dm-haiku", "core", "Orbax"),
+  "orbax": Framework(
+    "Orbax", "orbax-checkpoint", "core", "its own, 1 and 2 processes"
+  ),
+  "jax_export": Framework("jax.export", "jax", "core", "the exported file"),
+  "keras": Framework("Keras 3", "keras", "keras", "`model.save`"),
+  "flower": Framework("Flower", "flwr", "flower", "Orbax, by the strategy"),
+  "qwix": Framework("Qwix", "qwix", "qwix", "msgpack, Orbax"),
+  "rejax": Framework("rejax", "rejax", "rl", "Orbax"),
+  "brax": Framework("Brax", "brax", "rl", "its own"),
+  "tunix": Framework("Tunix", "google-tunix", "tunix", "its own"),
+  "fedjax": Framework("FedJAX", "fedjax", "fedjax", "its own"),
+  "dopamine": Framework("Dopamine", "dopamine-rl", "dopamine", "its own"),
+  "onnx": Framework("ONNX", "jax2onnx", "onnx", "the exported file"),
+  "litert": Framework(
+    "LiteRT", "ai-edge-litert", "litert", "the exported file"
+  ),
+  "kauldron": Framework("Kauldron", "kauldron", "kauldron", "its own"),
+  "maxtext": Framework("MaxText", "maxtext", "maxtext", "its own"),
 }
 # What a group needs besides its packages: a Python, packages without theirs.
 PYTHONS = {"maxtext": "3.12"}
@@ -52,23 +71,40 @@ ALONE = {"dopamine": ["baselines"]}
 def build(group: str, folder: pathlib.Path) -> pathlib.Path:
   """Make or refresh a group's environment; return its Python."""
   python = folder / "bin" / "python"
-  version = PYTHONS.get(group, "3.11")
+  base = find_python(PYTHONS.get(group, "3.11"))
   wanted = ["pytest", "hypothesis", "--group", group, "-e", "."]
   alone = ALONE.get(group, [])
   if shutil.which("uv"):
     if not python.exists():
-      call("uv", "venv", "--python", version, str(folder))
-    call("uv", "pip", "install", "-q", "--python", str(python), *wanted)
+      call("uv", "venv", "--python", base, str(folder))
     install = ["uv", "pip", "install", "-q", "--python", str(python)]
   else:
     if not python.exists():
-      call(f"python{version}", "-m", "venv", str(folder))
+      call(base, "-m", "venv", str(folder))
     install = [str(python), "-m", "pip", "install", "-q"]
     call(*install, "-U", "pip>=25.1")
-    call(*install, *wanted)
+  call(*install, *wanted)
   if alone:
     call(*install, "--no-deps", *alone)
   return python
+
+
+def find_python(version: str) -> str:
+  """Return a Python of this version: here, on the path, or in pyenv.
+
+  Without one, its name: uv fetches that.
+  """
+  pyenv = pathlib.Path(os.environ.get("PYENV_ROOT", "~/.pyenv")).expanduser()
+  name = f"python{version}"
+  ask = "import sys; print('%d.%d' % sys.version_info[:2])"
+  here = [sys.executable, shutil.which(name)]
+  here += map(str, sorted(pyenv.glob(f"versions/{version}.*/bin/python")))
+  for found in filter(None, here):
+    # A shim on the path may have nothing behind it.
+    answer = subprocess.run([found, "-c", ask], capture_output=True, text=True)
+    if answer.stdout.strip() == version:
+      return found
+  return name
 
 
 def call(*command: str) -> None:
@@ -77,7 +113,7 @@ def call(*command: str) -> None:
 
 def test(name: str, python: pathlib.Path, folder: pathlib.Path) -> str:
   """Run a framework's tests; return its line of the table."""
-  title, package, _ = FRAMEWORKS[name]
+  title, package, _, checkpoint = FRAMEWORKS[name]
   path = TESTS / f"{name}_test.py"
   report = folder / f"{name}.xml"
   # Warnings are the frameworks' own affair: only failures count.
@@ -99,8 +135,8 @@ def test(name: str, python: pathlib.Path, folder: pathlib.Path) -> str:
   link = f"`tests/integrations/{path.name}`"
   today = datetime.date.today().isoformat()
   return (
-    f"| {title} | {found} | {jax} | {lines or '—'} | {link} | {today} "
-    f"| {result} |"
+    f"| {title} | {found} | {jax} | {lines or '—'} | {checkpoint} | {link} "
+    f"| {today} | {result} |"
   )
 
 
@@ -112,8 +148,8 @@ def write(table: pathlib.Path, lines: dict[str, str]) -> None:
       title = line.split("|")[1].strip() if line.startswith("| ") else ""
       old[title] = line
   rows = []
-  for name, (title, _, _) in FRAMEWORKS.items():
-    line = lines.get(name) or old.get(title)
+  for name, framework in FRAMEWORKS.items():
+    line = lines.get(name) or old.get(framework.title)
     if line:
       rows.append(line)
   text = "\n".join(
@@ -122,7 +158,9 @@ def write(table: pathlib.Path, lines: dict[str, str]) -> None:
       "",
       "Each against the real package, in an environment of its own, by",
       "`python tools/integrations.py`. After 50 steps the realised sparsity is",
-      "the target exactly, and masks survive the framework's own checkpoint.",
+      "the target exactly, and training goes on from a *checkpoint* with the",
+      "same masks: the framework's own where it has one, else the one that its",
+      "users take; models that are exported keep their zeros in the file.",
       "*Lines added* are those a user adds, marked in the test; imports apart.",
       "",
       *HEAD,
@@ -140,7 +178,7 @@ def write(table: pathlib.Path, lines: dict[str, str]) -> None:
 
 def main() -> int:
   parser = argparse.ArgumentParser(description=__doc__)
-  groups = list(dict.fromkeys(group for *_, group in FRAMEWORKS.values()))
+  groups = list(dict.fromkeys(f.group for f in FRAMEWORKS.values()))
   parser.add_argument("groups", nargs="*", metavar="GROUP", default=groups)
   parser.add_argument("--folder", default=str(ROOT / ".cache" / "integrations"))
   parser.add_argument(
@@ -154,8 +192,8 @@ def main() -> int:
   for group in args.groups:
     folder = pathlib.Path(args.folder) / group
     python = build(group, folder)
-    for name, (*_, owner) in FRAMEWORKS.items():
-      if owner == group:
+    for name, framework in FRAMEWORKS.items():
+      if framework.group == group:
         lines[name] = test(name, python, folder)
         write(pathlib.Path(args.table), lines)
   print("\n".join(lines.values()))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from framework import SPARSITY, assert_same, assert_sparse, make_pruner
 
-framework.require("flower", "flwr")
+framework.require("flower", "flwr", "orbax")
 
 from flwr.common import (
   Code,
@@ -21,7 +21,7 @@ from flwr.server import Server
 from flwr.server.client_manager import SimpleClientManager
 from flwr.server.client_proxy import ClientProxy
 
-from jaxpruner.integrations import flower
+from jaxpruner.integrations import flower, orbax
 
 SHAPE = (32, 64)
 
@@ -58,18 +58,25 @@ class Client(ClientProxy):
   def reconnect(self, ins, timeout, group_id): ...
 
 
-@functools.cache
-def trained(algorithm="magnitude"):
-  strategy = flower.SparseFedAvg(  # added
-    make_pruner(algorithm), make_params(), fraction_evaluate=0.0
+def make(algorithm, **options):
+  return flower.SparseFedAvg(  # added
+    make_pruner(algorithm), make_params(), fraction_evaluate=0.0, **options
   )
+
+
+def run(strategy, rounds):
   manager = SimpleClientManager()
   clients = [Client(str(i), i) for i in range(2)]
   for client in clients:
     manager.register(client)
   server = Server(client_manager=manager, strategy=strategy)
-  history, _ = server.fit(framework.STEPS, timeout=60)
+  history, _ = server.fit(rounds, timeout=60)
   return strategy, history, clients
+
+
+@functools.cache
+def trained(algorithm="magnitude"):
+  return run(make(algorithm), framework.STEPS)
 
 
 @pytest.mark.parametrize("algorithm", ["magnitude", "set"])
@@ -103,6 +110,31 @@ def test_a_message_is_read_back_as_it_was():
   np.testing.assert_array_equal(masks[1], np.asarray(kernel).astype(bool))
 
 
-def test_gradient_growth_is_refused():
+@pytest.mark.parametrize("algorithm", ["magnitude", "set"])
+def test_a_server_that_stops_and_resumes_ends_as_one_that_ran(
+  algorithm, tmp_path
+):
+  for rounds in (framework.STEPS - 20, 20):
+    with orbax.SparseCheckpoints(
+      tmp_path, make_pruner(algorithm), max_to_keep=2
+    ) as checkpoints:
+      strategy = make(algorithm, checkpoints=checkpoints)
+      run(strategy, rounds)
+      assert checkpoints.manager.latest_step() == strategy.opt_state.count
+  whole, _, _ = trained(algorithm)
+  assert_same(strategy.params, whole.params)
+  assert_same(strategy.opt_state, whole.opt_state)
+
+
+def test_packed_masks_travel_as_plain_ones():
+  packed = flower.SparseFedAvg(
+    make_pruner("set", use_packed_masks=True), make_params()
+  )
+  plain = flower.SparseFedAvg(make_pruner("set"), make_params())
+  assert_same(packed._message(), plain._message())
+
+
+@pytest.mark.parametrize("algorithm", ["rigl", "magnitude_ste"])
+def test_what_needs_pruned_weights_is_refused(algorithm):
   with pytest.raises(ValueError, match="clients do not send"):
-    flower.SparseFedAvg(make_pruner("rigl"), make_params())
+    flower.SparseFedAvg(make_pruner(algorithm), make_params())

@@ -44,16 +44,10 @@ def trained(algorithm):
   return model, history.history
 
 
-def parts(model):
-  optimizer = model.optimizer
-  values = [v.value for v in model.trainable_variables]
-  return optimizer._tree(model.trainable_variables, values), optimizer.state
-
-
 @pytest.mark.parametrize("algorithm", ["magnitude", "rigl"])
 def test_fit_ends_exactly_sparse_without_a_hook(algorithm):
   model, history = trained(algorithm)
-  assert_sparse(*parts(model))
+  assert_sparse(*model.optimizer.trees)
   assert history["sparsity"][-1] == SPARSITY
   assert history["loss"][-1] < history["loss"][0]
 
@@ -69,9 +63,9 @@ def test_a_saved_model_comes_back_with_masks_and_goes_on(algorithm, tmp_path):
     model.optimizer.variables, again.optimizer.variables, strict=True
   ):
     np.testing.assert_array_equal(a, b)
-  assert_sparse(*parts(again))
+  assert_sparse(*again.optimizer.trees)
   again.fit(*make_batch(), batch_size=16, epochs=1, verbose=0)
-  assert_sparse(*parts(again))
+  assert_sparse(*again.optimizer.trees)
 
 
 def test_a_learning_rate_schedule_is_followed():
@@ -83,6 +77,23 @@ def test_a_learning_rate_schedule_is_followed():
   first = np.asarray(model.layers[0].kernel)
   model.fit(x, y, batch_size=16, epochs=1, verbose=0)
   np.testing.assert_array_equal(first, np.asarray(model.layers[0].kernel))
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation")
+def test_weights_without_a_gradient_stay_as_they_were():
+  used, unused = keras.layers.Dense(4), keras.layers.Dense(4)
+  for layer in (used, unused):
+    layer.build((None, 8))
+  variables = used.trainable_variables + unused.trainable_variables
+  before = [np.array(v) for v in variables]
+  optimizer = SparseOptimizer(make_pruner(), "sgd", 1.0)
+  grads = [np.ones(v.shape, "float32") for v in variables[:2]] + [None, None]
+  with pytest.warns(UserWarning, match="Gradients do not exist"):
+    optimizer.apply_gradients(zip(grads, variables, strict=True))
+  moved = [
+    (np.array(v) != x).any() for v, x in zip(variables, before, strict=True)
+  ]
+  assert moved == [True, True, False, False]
 
 
 def test_algorithms_of_the_forward_pass_are_refused():

@@ -61,6 +61,18 @@ def test_another_pruners_checkpoint_is_refused(tmp_path):
     other.restore(params, opt_state)
 
 
+def test_a_checkpoint_without_a_pruner_is_refused(tmp_path):
+  pruner, tx, params, opt_state = trained()
+  with ocp.CheckpointManager(tmp_path.resolve()) as bare:
+    tree = {"params": params, "opt_state": opt_state}
+    bare.save(1, args=ocp.args.StandardSave(tree))
+  with (
+    orbax.SparseCheckpoints(tmp_path, pruner) as saved,
+    pytest.raises(ValueError, match="another pruner, None"),
+  ):
+    saved.restore(params, opt_state)
+
+
 def test_a_template_without_masks_is_refused(tmp_path):
   pruner, tx, params, opt_state = trained()
   bare = opt_state._replace(masks={"a": None, "bias": None})
@@ -81,7 +93,7 @@ def test_a_mask_changed_on_disk_is_refused(tmp_path):
       "opt_state": opt_state._replace(masks={"a": other, "bias": None}),
     }
     with ocp.StandardCheckpointer() as writer:
-      writer.save(tmp_path.resolve() / "1" / "tree", tree, force=True)
+      writer.save(tmp_path.resolve() / "1" / "default", tree, force=True)
     with pytest.raises(ValueError, match="masks.*was changed"):
       saved.restore(params, opt_state)
 

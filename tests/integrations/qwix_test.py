@@ -7,11 +7,12 @@ import jax
 import numpy as np
 from framework import SGD, assert_same, assert_sparse, make_batch, make_pruner
 
-framework.require("qwix", "qwix")
+framework.require("qwix", "qwix", "orbax")
 
 import flax.linen as nn
 import flax.serialization
 import optax
+import orbax.checkpoint as ocp
 import qwix
 
 
@@ -52,13 +53,20 @@ def _training_rules():
   return [qwix.QtRule(module_path=".*", weight_qtype="int8", act_qtype="int8")]
 
 
-def test_quantization_after_training_keeps_the_zeros():
+def test_quantization_after_training_keeps_the_zeros(tmp_path):
   x, _ = make_batch()
   model, params, opt_state = trained(quantized=False)
   assert_sparse(params, opt_state)
   ptq = qwix.quantize_model(model, qwix.PtqProvider(RULES))
   shapes = jax.eval_shape(ptq.init, jax.random.key(0), x)["params"]
   quantized = qwix.quantize_params(params, shapes)
+  with ocp.StandardCheckpointer() as checkpointer:
+    checkpointer.save(tmp_path.resolve() / "quantized", quantized)
+  with ocp.StandardCheckpointer() as checkpointer:
+    quantized = checkpointer.restore(
+      tmp_path.resolve() / "quantized",
+      jax.tree.map(jax.numpy.zeros_like, quantized),
+    )
   is_array = lambda node: isinstance(node, qwix.QArray)
   found = [
     node

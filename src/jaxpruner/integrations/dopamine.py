@@ -69,7 +69,8 @@ class SparseDQNAgent(SparseNetwork, dqn_agent.JaxDQNAgent):
         **(pruner_options or {}),
       }
     )
-    if not self.pruner.holds_zeros:
+    dense = self.pruner.category.start == "dense"
+    if not self.pruner.holds_zeros and not dense:
       raise ValueError(
         f"algorithm={algorithm!r} masks the forward pass, which belongs to "
         "Dopamine's loss; choose one that masks the weights"

@@ -1,49 +1,36 @@
 """Flower: prune on the server, send kept weights only.
 
 What travels is a list of arrays, as ever: down, the kept values of each leaf,
-then its mask as bits and its shape; up, the kept values alone, which Flower
-averages as they are. The strategy reports the bytes of both against dense.
+its mask as bits, and its shape; up, the kept values alone, which Flower
+averages as they are.
 """
 
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
-from flwr.common import ndarrays_to_parameters, parameters_to_ndarrays
+from flwr import common
 from flwr.server.strategy import FedAvg
 
 import jaxpruner
 
-Arrays = list[np.ndarray]
 
-
-def receive(arrays: Arrays) -> tuple[Arrays, list[np.ndarray | None]]:
-  """Return the weights and masks the server sent (on the client)."""
-  count = len(arrays) // 3
+def receive(arrays: common.NDArrays) -> tuple[common.NDArrays, common.NDArrays]:
+  """Return the weights the server sent, and where they are kept."""
   weights, masks = [], []
-  for values, bits, shape in zip(
-    arrays[:count], arrays[count : 2 * count], arrays[2 * count :], strict=True
-  ):
-    if bits.size == 0:
-      weights.append(values)
-      masks.append(None)
-      continue
-    size = int(np.prod(shape))
-    mask = np.unpackbits(bits, count=size).astype(bool)
-    weight = np.zeros(size, values.dtype)
-    weight[mask] = values
-    weights.append(weight.reshape(shape))
-    masks.append(mask.reshape(shape))
+  for values, bits, shape in zip(*[iter(arrays)] * 3, strict=True):
+    mask = np.unpackbits(bits, count=int(np.prod(shape))).reshape(shape)
+    masks.append(mask.astype(bool))
+    weights.append(np.zeros(shape, values.dtype))
+    weights[-1][masks[-1]] = values
   return weights, masks
 
 
-def reply(weights: Arrays, masks: list[np.ndarray | None]) -> Arrays:
+def reply(weights: common.NDArrays, masks: common.NDArrays) -> common.NDArrays:
   """Return what a client sends back: the kept values of each leaf."""
-  return [
-    np.asarray(w) if mask is None else np.asarray(w)[np.asarray(mask, bool)]
-    for w, mask in zip(weights, masks, strict=True)
-  ]
+  return [np.asarray(w)[m] for w, m in zip(weights, masks, strict=True)]
 
 
 class SparseFedAvg(FedAvg):
@@ -51,68 +38,62 @@ class SparseFedAvg(FedAvg):
 
   The averaged change of the clients is the gradient of a server optimizer
   (plain SGD at rate 1: FedAvg itself), which the pruner wraps. One round is
-  one step of its schedule. `self.params` and `self.opt_state` are what a
-  checkpoint of the server must hold.
+  one step of its schedule. Each round's metrics report its sparsity, and the
+  bytes up and down beside those of a dense model.
 
   Args:
-    pruner: an updater that needs no dense gradients.
+    pruner: an updater that needs nothing of pruned weights.
     params: the initial parameters, any tree; clients see its leaves in order.
     tx: the server's optimizer.
+    checkpoints: `integrations.orbax.SparseCheckpoints`; every round is saved
+      there, and a new server goes on from the last.
     options: those of `flwr.server.strategy.FedAvg`.
   """
 
-  def __init__(self, pruner, params: Any, tx=None, **options):
-    if "gradients" in pruner.category.needs:
+  def __init__(self, pruner, params: Any, tx=None, checkpoints=None, **options):
+    ste = not pruner.holds_zeros and pruner.category.start != "dense"
+    if ste or "gradients" in pruner.category.needs:
       raise ValueError(
-        f"pruner={type(pruner).__name__} ranks pruned weights by gradient, "
-        "which clients do not send; choose magnitude, random, set, …"
+        f"pruner={type(pruner).__name__} needs pruned weights or their "
+        "gradients, which clients do not send; choose magnitude, set, …"
       )
-    tx = optax.sgd(1.0) if tx is None else tx
-    self.tx: Any = pruner.wrap_optax(tx)
-    self.opt_state = self.tx.init(params)
+    self.pruner, self.checkpoints = pruner, checkpoints
+    tx = pruner.wrap_optax(optax.sgd(1.0) if tx is None else tx)
+    self.update = jax.jit(tx.update)
+    params = jax.tree.map(jnp.asarray, params)
+    self.opt_state = tx.init(params)
     self.params = pruner.post_gradient_update(params, self.opt_state)
-    self._step = jax.jit(self.tx.update)
-    super().__init__(
-      initial_parameters=ndarrays_to_parameters(self._message()), **options
-    )
+    if checkpoints and checkpoints.manager.latest_step() is not None:
+      self.params, self.opt_state = checkpoints.restore(params, self.opt_state)
+    first = common.ndarrays_to_parameters(self._message())
+    super().__init__(initial_parameters=first, **options)
 
-  def _masks(self) -> list[np.ndarray | None]:
-    shapes = jax.tree.structure(self.params)
-    masks = jaxpruner.find_state(self.opt_state).masks
-    return [
-      None if mask is None else np.asarray(mask)
-      for mask in shapes.flatten_up_to(masks)
-    ]
-
-  def _message(self) -> Arrays:
-    weights = [np.asarray(w) for w in jax.tree.leaves(self.params)]
-    masks = self._masks()
-    none = np.zeros(0, np.uint8)
-    bits = [none if mask is None else np.packbits(mask) for mask in masks]
-    shapes = [np.array(w.shape, np.int32) for w in weights]
-    return [*reply(weights, masks), *bits, *shapes]
+  def _message(self) -> common.NDArrays:
+    ones = jax.tree.map(jnp.ones_like, self.params)
+    masks = self.pruner.post_gradient_update(ones, self.opt_state)
+    leaf = lambda w, m: [w[m], np.packbits(m), np.array(w.shape, np.int32)]
+    as_numpy = lambda w, m: leaf(np.asarray(w), np.asarray(m, bool))
+    return jax.tree.leaves(jax.tree.map(as_numpy, self.params, masks))
 
   def aggregate_fit(self, server_round, results, failures):
     average, metrics = super().aggregate_fit(server_round, results, failures)
     if average is None:
       return average, metrics
-    old = self._message()
-    count = len(old) // 3
-    new, _ = receive([*parameters_to_ndarrays(average), *old[count:]])
+    message = self._message()
+    message[::3] = common.parameters_to_ndarrays(average)
     leaves, treedef = jax.tree.flatten(self.params)
-    grads = treedef.unflatten(
-      [np.asarray(w) - v for w, v in zip(leaves, new, strict=True)]
-    )
-    updates, self.opt_state = self._step(grads, self.opt_state, self.params)
+    grads = treedef.unflatten(map(jnp.subtract, leaves, receive(message)[0]))
+    updates, self.opt_state = self.update(grads, self.opt_state, self.params)
     self.params = optax.apply_updates(self.params, updates)
-    message = ndarrays_to_parameters(self._message())
-    dense = sum(np.asarray(w).nbytes for w in leaves)
+    if self.checkpoints:
+      step = int(jaxpruner.find_state(self.opt_state).count)
+      self.checkpoints.save(step, self.params, self.opt_state)
+    message = common.ndarrays_to_parameters(self._message())
+    now = jaxpruner.state_metrics(self.opt_state)
     metrics |= {
       "bytes_up": sum(map(len, average.tensors)),
       "bytes_down": sum(map(len, message.tensors)),
-      "bytes_dense": dense,
-      "sparsity": jaxpruner.summarize_sparsity(
-        jaxpruner.find_state(self.opt_state).masks, only_total_sparsity=True
-      )["_total_sparsity"],
+      "bytes_dense": sum(w.nbytes for w in leaves),
+      "sparsity": float(now.get("sparsity", 0)),
     }
     return message, metrics

@@ -4,6 +4,7 @@ Keras keeps an optimizer's state in variables. Here they hold the leaves of the
 Optax state, masks included, so that `fit`, `save` and `load_model` carry them.
 """
 
+import types
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +13,10 @@ import keras
 import optax
 
 import jaxpruner
+
+
+def _assign(variables: Any, values: Any) -> None:
+  jax.tree.map(lambda variable, x: variable.assign(x), variables, values)
 
 
 @keras.saving.register_keras_serializable(package="jaxpruner")
@@ -25,10 +30,8 @@ class SparseOptimizer(keras.optimizers.Optimizer):
     options: further arguments of the Optax optimizer.
   """
 
-  def __init__(
-    self, pruner, optimizer="adam", learning_rate=1e-3, name="sparse", **options
-  ):
-    super().__init__(learning_rate=learning_rate, name=name)
+  def __init__(self, pruner, optimizer="adam", learning_rate=1e-3, **options):
+    super().__init__(learning_rate)
     if isinstance(pruner, Mapping):
       pruner = jaxpruner.create_updater_from_config(pruner)
     if not pruner.holds_zeros and pruner.category.start != "dense":
@@ -37,78 +40,50 @@ class SparseOptimizer(keras.optimizers.Optimizer):
         "to the Keras model; choose an algorithm that masks the weights"
       )
     self.pruner, self.optimizer, self.options = pruner, optimizer, options
-    factory = optax.inject_hyperparams(getattr(optax, optimizer))
-    # Keras owns the learning rate and sets it at every step.
-    self.tx = pruner.wrap_optax(factory(learning_rate=0.0, **options))
-    self.leaves: list[Any] = []
+    # Keras owns the learning rate: Optax asks for it at every step.
+    rate = lambda _: keras.ops.convert_to_tensor(self.learning_rate)
+    factory = getattr(optax, optimizer)
+    self.tx = pruner.wrap_optax(factory(learning_rate=rate, **options))
 
   def build(self, variables: list[Any]) -> None:
     if self.built:
       return
     super().build(variables)
-    params = self._tree(variables, [v.value for v in variables])
-    state = self.tx.init(params)
-    leaves, self.treedef = jax.tree.flatten(state)
-    for i, leaf in enumerate(leaves):
-      variable = self.add_variable(
-        leaf.shape, "zeros", str(leaf.dtype), name=f"state_{i}"
-      )
-      variable.assign(leaf)
-      self.leaves.append(variable)
-    if self.pruner.category.start == "sparse-to-sparse":
-      self._assign(variables, self.pruner.post_gradient_update(params, state))
+    weights: dict[str, Any] = {}
+    for variable in variables:
+      layer, _, name = variable.path.rpartition("/")
+      weights.setdefault(layer, {})[name] = variable
+    params = jax.tree.map(lambda v: v.value, weights)
+    opt_state = self.tx.init(params)
+    add = lambda x: self.add_variable(x.shape, dtype=x.dtype.name)
+    slots = jax.tree.map(add, opt_state)
+    # In a namespace, because Keras rebuilds the containers it is given.
+    self.held = types.SimpleNamespace(variables=(weights, slots))
+    # Algorithms that start sparse do so in the first forward pass.
+    params = self.pruner.post_gradient_update(params, opt_state)
+    _assign(self.held.variables, (params, opt_state))
 
   @property
-  def state(self) -> Any:
-    """The Optax state: `jaxpruner.find_state(optimizer.state).masks`."""
-    return self.treedef.unflatten([v.value for v in self.leaves])
+  def trees(self) -> tuple[Any, Any]:
+    """`(params, opt_state)` as the pruner sees them, masks included."""
+    return jax.tree.map(lambda v: v.value, self.held.variables)
 
-  def _backend_apply_gradients(self, grads, trainable_variables):
-    # Variables without a gradient are given none: the tree is always whole.
+  def _backend_update_step(self, grads, trainable_variables, learning_rate):
+    del learning_rate
+    # Keras leaves out variables without a gradient; the tree is always whole.
     given = dict(zip(map(id, trainable_variables), grads, strict=True))
-    variables = self._trainable_variables
-    values = [v.value for v in variables]
-    params = self._tree(variables, values)
-    updates = self._tree(
-      variables,
-      [given.get(id(v), 0 * x) for v, x in zip(variables, values, strict=True)],
-    )
-    state: Any = self.state
-    inner = state.inner_state
-    rate = jax.numpy.asarray(self.learning_rate, "float32")
-    inner = inner._replace(
-      hyperparams={**inner.hyperparams, "learning_rate": rate}
-    )
-    updates, state = self.tx.update(
-      updates, state._replace(inner_state=inner), params
-    )
-    self._assign(variables, optax.apply_updates(params, updates))
-    for variable, leaf in zip(self.leaves, jax.tree.leaves(state), strict=True):
-      variable.assign(leaf)
-
-  def _tree(self, variables, values) -> dict[str, Any]:
-    tree: dict[str, Any] = {}
-    for variable, value in zip(variables, values, strict=True):
-      *folders, name = variable.path.split("/")
-      node = tree
-      for folder in folders:
-        node = node.setdefault(folder, {})
-      node[name] = value
-    return tree
-
-  def _assign(self, variables, params) -> None:
-    for variable in variables:
-      value = params
-      for name in variable.path.split("/"):
-        value = value[name]
-      variable.assign(value)
+    params, opt_state = self.trees
+    whole = lambda v, x: given.get(id(v), 0 * x)
+    grads = jax.tree.map(whole, self.held.variables[0], params)
+    updates, opt_state = self.tx.update(grads, opt_state, params)
+    params = optax.apply_updates(params, updates)
+    _assign(self.held.variables, (params, opt_state))
 
   def get_config(self) -> dict[str, Any]:
     return {
       "pruner": jaxpruner.config_from_updater(self.pruner),
       "optimizer": self.optimizer,
       "learning_rate": super().get_config()["learning_rate"],
-      "name": self.name,
       **self.options,
     }
 
@@ -116,11 +91,9 @@ class SparseOptimizer(keras.optimizers.Optimizer):
 class SparsityCallback(keras.callbacks.Callback):
   """Add the sparsity of the prunable weights to the logs of each epoch."""
 
-  def on_epoch_end(self, epoch, logs=None):
+  def on_epoch_end(self, epoch, logs):
     del epoch
     # fit keeps its variables in JAX until someone looks.
     self.model.jax_state_sync()
-    masks = jaxpruner.find_state(self.model.optimizer.state).masks
-    summary = jaxpruner.summarize_sparsity(masks, only_total_sparsity=True)
-    if logs is not None:
-      logs["sparsity"] = summary["_total_sparsity"]
+    metrics = jaxpruner.state_metrics(self.model.optimizer.trees[1])
+    logs["sparsity"] = float(metrics.get("sparsity", 0))

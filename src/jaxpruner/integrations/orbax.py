@@ -1,59 +1,51 @@
 """Orbax: checkpoints that know their pruner, and masks checked on restore.
 
 Orbax restores what the template asks for: `None` in the template where a mask
-was saved gives `None`, without a word. Here the template is made by the pruner,
-and what comes back is compared with sums taken when it was saved.
+was saved gives `None`, without a word. Here what comes back is compared with
+sums taken when it was saved.
 """
 
-import hashlib
+import contextlib
 import json
 import os
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import orbax.checkpoint as ocp
 
 import jaxpruner
 
 
 def fingerprint(pruner: jaxpruner.BaseUpdater) -> str:
-  """Return a hash of the pruner's configuration, or of how it prints."""
+  """Return the configuration as text; the class's name, if it has none."""
   try:
-    config = json.dumps(jaxpruner.config_from_updater(pruner), sort_keys=True)
+    return json.dumps(jaxpruner.config_from_updater(pruner), sort_keys=True)
   except ValueError:  # holds a function of the user's
-    config = type(pruner).__name__
-  return hashlib.sha256(config.encode()).hexdigest()
+    return type(pruner).__name__
 
 
 @jax.jit
-def _sums(leaves: list[jax.Array]) -> list[jax.Array]:
-  def total(x):
-    if jnp.issubdtype(x.dtype, jnp.inexact):
-      x = x.astype(jnp.float32).view(jnp.uint32)
-    x = x.astype(jnp.uint32)
-    # Integer sums wrap alike in any order: they do not depend on devices or
-    # processes. The factor makes them depend on the place.
-    for axis in range(x.ndim):
-      place = jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis)
-      x = (x ^ (x >> 15)) * (2 * place + jnp.uint32(2654435761))
-    return jnp.sum(x, dtype=jnp.uint32)
-
-  return [total(leaf) for leaf in leaves]
+def _sum(x: jax.Array) -> jax.Array:
+  if jnp.issubdtype(x.dtype, jnp.inexact):
+    x = x.astype(jnp.float32).view(jnp.uint32)
+  x = x.astype(jnp.uint32)
+  # Integer sums wrap alike in any order: they do not depend on devices or
+  # processes. The odd factor makes them depend on the place.
+  place = jnp.arange(x.size, dtype=jnp.uint32).reshape(x.shape)
+  mixed = x ^ (x >> 15) ^ jnp.uint32(0x9E3779B9)
+  return jnp.sum(mixed * (2 * place + 1), dtype=jnp.uint32)
 
 
 def manifest(tree: Any) -> dict[str, int]:
   """Return a sum per leaf that changes when a leaf does."""
-  leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
-  sums = _sums([leaf for _, leaf in leaves])
   return {
-    jax.tree_util.keystr(path): int(np.asarray(value.addressable_data(0)))
-    for (path, _), value in zip(leaves, sums, strict=True)
+    jax.tree_util.keystr(path): int(_sum(leaf))
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
   }
 
 
-class SparseCheckpoints:
+class SparseCheckpoints(contextlib.AbstractContextManager):
   """An Orbax checkpoint manager for the parameters and state of a pruner.
 
   Saves `(params, opt_state)` with the pruner's fingerprint and a manifest;
@@ -61,7 +53,7 @@ class SparseCheckpoints:
   and refuses what was saved by another pruner or came back changed.
 
   Example:
-    with SparseCheckpoints(folder, pruner) as checkpoints:
+    with SparseCheckpoints(folder, pruner, max_to_keep=3) as checkpoints:
       checkpoints.save(step, params, opt_state)
       params, opt_state = checkpoints.restore(params, tx.init(params))
   """
@@ -72,9 +64,6 @@ class SparseCheckpoints:
       os.path.abspath(folder), options=ocp.CheckpointManagerOptions(**options)
     )
 
-  def __enter__(self) -> "SparseCheckpoints":
-    return self
-
   def __exit__(self, *_) -> None:
     self.manager.close()
 
@@ -82,42 +71,29 @@ class SparseCheckpoints:
     """Save a step; return whether the manager's options let it."""
     tree = {"params": params, "opt_state": opt_state}
     about = {"pruner": fingerprint(self.pruner), "sums": manifest(tree)}
-    return self.manager.save(
-      step,
-      args=ocp.args.Composite(
-        tree=ocp.args.StandardSave(tree), about=ocp.args.JsonSave(about)
-      ),
-    )
+    args = ocp.args.StandardSave(tree)
+    return self.manager.save(step, args=args, custom_metadata=about)
 
   def restore(
     self, params: Any, opt_state: Any, step: int | None = None
   ) -> tuple[Any, Any]:
-    """Restore a step, the last by default, into the shapes given."""
+    """Return `(params, opt_state)` of a step, the last by default."""
     self.manager.wait_until_finished()
     step = self.manager.latest_step() if step is None else step
     if step is None:
       raise FileNotFoundError(f"no checkpoint in {self.manager.directory}")
-    template = jax.tree.map(
-      lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
-      {"params": params, "opt_state": opt_state},
-    )
-    found: Any = self.manager.restore(
-      step,
-      args=ocp.args.Composite(
-        tree=ocp.args.StandardRestore(template), about=ocp.args.JsonRestore()
-      ),
-    )
-    if found.about["pruner"] != fingerprint(self.pruner):
+    template = {"params": params, "opt_state": opt_state}
+    about = self.manager.metadata(step).custom_metadata or {}
+    if about.get("pruner") != fingerprint(self.pruner):
       raise ValueError(
-        f"checkpoint {step} was saved by another pruner than {self.pruner}; "
-        "restore it with the configuration it was trained with"
+        f"checkpoint {step} was saved by another pruner, {about.get('pruner')}"
+        f", than {fingerprint(self.pruner)}; restore it with its own"
       )
-    sums, saved = manifest(found.tree), found.about["sums"]
-    for name in sorted(saved.keys() | sums.keys()):
-      if sums.get(name) != saved.get(name):
-        raise ValueError(
-          f"checkpoint {step}: {name} "
-          + ("was changed" if name in sums and name in saved else "is missing")
-          + "; restore into tx.init(params), or an earlier step"
-        )
-    return found.tree["params"], found.tree["opt_state"]
+    tree = self.manager.restore(step, args=ocp.args.StandardRestore(template))
+    changed = dict(manifest(tree).items() ^ about["sums"].items())
+    if changed:
+      raise ValueError(
+        f"checkpoint {step}: {min(changed)} is missing or was changed; "
+        "restore into tx.init(params), or an earlier step"
+      )
+    return tree["params"], tree["opt_state"]
