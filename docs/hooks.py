@@ -13,14 +13,13 @@ def algorithms_table() -> str:
   import jaxpruner
 
   lines = [
-    "| name | class | when | from | masks | needs | cost | paper |",
-    "|---|---|---|---|---|---|---|---|",
+    "| name | when | from | masks | needs | cost | paper |",
+    "|---|---|---|---|---|---|---|",
   ]
   for name in jaxpruner.all_algorithm_names():
-    cls = jaxpruner.algorithm_class(name)
-    c = cls.category
+    c = jaxpruner.algorithm_class(name).category
     lines.append(
-      f"| `{name}` | `{cls.__name__}` | {c.when} | {c.start} | "
+      f"| [`{name}`](gallery/{name}.md) | {c.when} | {c.start} | "
       f"{'dynamic' if c.dynamic else 'static'} | "
       f"{', '.join(sorted(c.needs)) or '—'} | {c.cost or '—'} | "
       f"{c.paper or '—'} |"
@@ -153,6 +152,17 @@ def notebook_page(path: pathlib.Path) -> str:
   return "\n\n".join([*parts, link]) + "\n"
 
 
+def on_config(config):
+  """List the pages of the gallery beside its first."""
+  import jaxpruner
+
+  pages = [{n: f"gallery/{n}.md"} for n in jaxpruner.all_algorithm_names()]
+  for entry in config["nav"]:
+    if isinstance(entry, dict) and "Gallery" in entry:
+      entry["Gallery"] = ["gallery/index.md", *pages]
+  return config
+
+
 def on_files(files, config):
   """Add pages that exist nowhere on disk: the gallery, and the notebooks."""
   from mkdocs.structure.files import File
@@ -177,10 +187,8 @@ def on_page_markdown(markdown: str, **_) -> str:
     # The README lives one folder up: its links to docs/ are this folder's.
     text = text.replace("](docs/", "](")
     text = re.sub(r'(src|href)="docs/', r'\1="', text)
-    text = re.sub(
-      r"\[([^\]]+)\]\((?:examples/|notebooks/|CONTRIBUTING\.md|CHANGELOG\.md)\)",
-      r"\1",
-      text,
-    )
+    text = text.replace("](notebooks/)", "](notebooks/quickstart.md)")
+    # What is in the repository alone is no page here.
+    text = re.sub(r"^- \[(Examples|Contributing)\].*\n", "", text, flags=re.M)
     markdown = markdown.replace("<!-- readme -->", text)
   return markdown

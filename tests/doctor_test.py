@@ -97,6 +97,17 @@ def test_params_that_never_reach_update_are_found():
   assert "tx.update(grads, opt_state, params)" in str(checkup)
 
 
+def test_an_update_that_fails_is_reported_in_its_own_words():
+  tx = magnitude().wrap_optax(SGD)
+
+  def step(params, opt_state):
+    raise ValueError("the batch is empty")
+
+  checkup = jaxpruner.check(tx, make_params(), step=step)
+  assert names(checkup) == ["update fails"]
+  assert "the batch is empty" in str(checkup) and checkup.steps == 0
+
+
 def test_weights_that_come_back_through_the_users_own_step_are_found():
   tx = magnitude().wrap_optax(SGD)
 
