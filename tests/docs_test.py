@@ -97,6 +97,11 @@ def test_every_algorithm_has_a_page_with_its_formula_and_paper():
     assert f"[`{name}`]({name}.md)" in pages["gallery/index.md"]
     head = page.split("**")[1]
     assert head.endswith((".", ":")), f"{name}: {head!r}"
+    says = page.split("| | |")[0]
+    formula = re.search(r"\|[^|\n]+\||`[^`\n]*[·/=²∂(][^`\n]*`", says)
+    exempt = name in ("no_prune", "random")
+    assert exempt or formula, f"{name}: no formula in {says!r}"
+    assert name == "no_prune" or "| paper | — |" not in page, name
 
 
 def test_links_between_pages_lead_somewhere():

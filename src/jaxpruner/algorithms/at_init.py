@@ -131,6 +131,9 @@ class PruneAtInit(
 class SNIP(PruneAtInit):
   """Keep the largest |w · ∂L/∂w| at the start (Lee et al., 2019).
 
+  The gradient of the loss by a gate `c` on each weight, `∂L(c·w)/∂c` at
+  `c = 1`, from one batch before training; ranked over all leaves together.
+
   Example:
     >>> import jax.numpy as jnp, jaxpruner, optax
     >>> pruner = jaxpruner.SNIP(sparsity=0.5).bind(

@@ -238,7 +238,7 @@ class DeepR(sparse_trainers.Rewiring):
   that an update would carry past zero stops there, is dropped at the next mask
   update, and another connection grows in its place. A penalty pulls weights to
   zero and noise makes them wander: both are what one step adds to a weight, the
-  paper's ηα and √(2ηT).
+  paper's `ηα` and `√(2ηT)`.
 
   Attributes:
     penalty: by how much each step moves a kept weight towards zero.

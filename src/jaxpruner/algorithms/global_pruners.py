@@ -149,14 +149,23 @@ def say_if_wiped_out(params: Any, masks: Any) -> None:
 
 @dataclasses.dataclass(eq=False)
 class GlobalMagnitudePruning(GlobalPruning, pruners.MagnitudePruning):
-  """Keep the largest |w| of all leaves together."""
+  """Keep the largest |w| of all leaves together.
+
+  One threshold `τ` for the whole network, `m = [|w| > τ]`: each leaf gives what
+  it can spare, and a leaf of small weights may give everything, which is
+  reported. `use_normalization=True` ranks `|w| / ‖w‖` of each leaf instead.
+  """
 
   category: ClassVar[base_updater.Category] = pruners.MagnitudePruning.category
 
 
 @dataclasses.dataclass(eq=False)
 class GlobalSaliencyPruning(GlobalPruning, pruners.SaliencyPruning):
-  """Keep the largest |w · ∂L/∂w| of all leaves together."""
+  """Keep the largest |w · ∂L/∂w| of all leaves together.
+
+  The first-order change of the loss if a weight were removed, ranked over the
+  whole network: unlike magnitudes, such changes can be compared across leaves.
+  """
 
   category: ClassVar[base_updater.Category] = pruners.SaliencyPruning.category
 

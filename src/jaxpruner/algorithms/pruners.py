@@ -14,7 +14,9 @@ class MagnitudePruning(base_updater.BaseUpdater):
   """Keep the largest |w| of each leaf (Han et al., 2015).
 
   With a `PolynomialSchedule` this is gradual magnitude pruning (Zhu & Gupta,
-  2017).
+  2017): from step `t₀` to `t₁` the sparsity is
+  `s(t) = S·(1 − (1 − (t − t₀)/(t₁ − t₀))³)`. A small weight is one the network
+  can do without, and what is left has time to make up for it.
 
   Example:
     >>> import functools, jax.numpy as jnp, jaxpruner

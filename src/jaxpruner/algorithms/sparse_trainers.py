@@ -299,7 +299,13 @@ class Rewiring(StaticRandomSparse):
 
 @dataclasses.dataclass(eq=False)
 class SET(Rewiring):
-  """Drop the smallest |w|, grow at random (Mocanu et al., 2018)."""
+  """Drop the smallest |w|, grow at random (Mocanu et al., 2018).
+
+  At step `t` of `T` the fraction `α/2 · (1 + cos(π·t/T))` of the kept weights
+  is exchanged, `α` being `drop_fraction`; their count never changes. A weight
+  grows at zero, with fresh optimizer moments. Gradients of removed weights are
+  never asked for, so a sparse machine need not compute them.
+  """
 
   category: ClassVar[base_updater.Category] = base_updater.Category(
     start="sparse-to-sparse",
@@ -312,7 +318,13 @@ class SET(Rewiring):
 
 @dataclasses.dataclass(eq=False)
 class RigL(Rewiring):
-  """Drop the smallest |w|, grow the largest |∂L/∂w| (Evci et al., 2020)."""
+  """Drop the smallest |w|, grow the largest |∂L/∂w| (Evci et al., 2020).
+
+  At step `t` of `T` the fraction `α/2 · (1 + cos(π·t/T))` of the kept weights
+  is exchanged, `α` being `drop_fraction`; their count never changes. A weight
+  grows at zero, with fresh optimizer moments: where the loss would fall fastest
+  if it were there. Only mask updates need the gradient of removed weights.
+  """
 
   grow: Callable[[criteria.Seen], Any] = criteria.Gradient()
 

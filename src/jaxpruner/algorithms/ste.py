@@ -69,7 +69,12 @@ class StePruning(base_updater.BaseUpdater):
 
 @dataclasses.dataclass(eq=False)
 class SteMagnitudePruning(StePruning, pruners.MagnitudePruning):
-  """Use the largest |w| forward, train all of them (Bengio et al., 2013)."""
+  """Use the largest |w| forward, train all of them (Bengio et al., 2013).
+
+  The loss sees `m·w`, with a mask `m` chosen at every step; the gradient
+  `∂L/∂(m·w)` is given to `w` as it is, removed weights included. One that grows
+  large again returns.
+  """
 
   category: ClassVar[base_updater.Category] = base_updater.Category(
     dynamic=True,
@@ -131,7 +136,11 @@ class SrStePruning(SteMagnitudePruning):
 
 @dataclasses.dataclass(eq=False)
 class SteRandomPruning(StePruning, pruners.RandomPruning):
-  """Use random weights forward, train all of them: STE's baseline."""
+  """Use random weights forward, train all of them: STE's baseline.
+
+  As `magnitude_ste`, the loss sees `m·w` and `w` gets `∂L/∂(m·w)`, but `m` is
+  drawn once: each weight keeps its score.
+  """
 
   category: ClassVar[base_updater.Category] = base_updater.Category(
     needs=frozenset({"random"}),
