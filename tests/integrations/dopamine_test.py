@@ -8,7 +8,7 @@ from framework import SPARSITY, STEPS, assert_same, assert_sparse
 framework.require("dopamine", "dopamine", "baselines")
 
 import gin
-from dopamine.discrete_domains import gym_lib
+from dopamine.discrete_domains import gym_lib, run_experiment
 from dopamine.jax import networks
 
 from jaxpruner.integrations import dopamine
@@ -70,6 +70,41 @@ def test_an_agent_in_gin_ends_exactly_sparse_and_survives(algorithm, tmp_path):
   assert_sparse(
     again.online_params, again.optimizer_state, grows=algorithm == "rigl"
   )
+
+
+RUNNER = """
+JaxDQNAgent.observation_shape = (4, 1)
+JaxDQNAgent.observation_dtype = %float32
+JaxDQNAgent.stack_size = 1
+JaxDQNAgent.network = @networks.ClassicControlDQNNetwork
+JaxDQNAgent.min_replay_history = 20
+JaxDQNAgent.update_period = 1
+JaxDQNAgent.seed = 0
+Runner.create_environment_fn = @create_gym_environment
+Runner.training_steps = 90
+Runner.evaluation_steps = 10
+Runner.max_steps_per_episode = 90
+"""
+
+
+def test_dopamines_own_runner_ends_exactly_sparse_and_resumes(tmp_path):
+  run = lambda iterations: run_experiment.Runner(
+    str(tmp_path), dopamine.create_agent, num_iterations=iterations
+  )
+  gin.clear_config()
+  gin.constant("float32", np.float32)
+  gin.parse_config(REPLAY + RUNNER + GIN.format("magnitude"))
+  first = run(1)
+  first.run_experiment()
+  agent = first._agent
+  assert int(agent.optimizer_state.count) >= STEPS
+  assert_sparse(agent.online_params, agent.optimizer_state)
+  second = run(2)
+  assert_same(second._agent.optimizer_state, agent.optimizer_state)
+  second.run_experiment()
+  again = second._agent
+  assert int(again.optimizer_state.count) > int(agent.optimizer_state.count)
+  assert_sparse(again.online_params, again.optimizer_state)
 
 
 def test_algorithms_of_the_forward_pass_are_refused():

@@ -1,12 +1,12 @@
 """Dopamine: a DQN agent whose pruner is set in gin.
 
 ```
-import jaxpruner.integrations.dopamine
-create_agent.agent_name = 'jax_dqn'
 SparseDQNAgent.algorithm = 'rigl'
 SparseDQNAgent.sparsity = 0.9
 SparseDQNAgent.total_steps = 1_000_000
 ```
+
+beside the agent's own configuration, and `Runner(folder, create_agent)`.
 """
 
 from typing import Any
@@ -76,3 +76,10 @@ class SparseDQNAgent(SparseNetwork, dqn_agent.JaxDQNAgent):
         "Dopamine's loss; choose one that masks the weights"
       )
     super().__init__(num_actions, **options)  # pyright: ignore[reportCallIssue]
+
+
+def create_agent(session: Any, environment: Any, summary_writer: Any = None):
+  """Return the agent, as `run_experiment.Runner(folder, create_agent)` asks."""
+  del session
+  actions = environment.action_space.n
+  return SparseDQNAgent(actions, summary_writer=summary_writer)

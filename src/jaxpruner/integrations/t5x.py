@@ -1,8 +1,13 @@
 """t5x: a pruned Optax optimizer for its trainer; set it in gin.
 
 ```
+from __gin__ import dynamic_registration
+import optax
 from jaxpruner.integrations import t5x
 OPTIMIZER = @t5x.sparse_optimizer()
+t5x.sparse_optimizer.tx = @optax.adam()
+t5x.sparse_optimizer.pruner_config = {"algorithm": "magnitude", "sparsity": 0.9,
+                                      "total_steps": 100_000}
 ```
 """
 
