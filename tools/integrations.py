@@ -132,11 +132,10 @@ def test(name: str, python: pathlib.Path, folder: pathlib.Path) -> str:
   out = subprocess.run([python, "-c", ask], capture_output=True, text=True)
   found, jax = out.stdout.split()
   lines = len(re.findall(r"# added", path.read_text()))
-  link = f"`tests/integrations/{path.name}`"
   today = datetime.date.today().isoformat()
   return (
-    f"| {title} | {found} | {jax} | {lines or '—'} | {checkpoint} | {link} "
-    f"| {today} | {result} |"
+    f"| {title} | {found} | {jax} | {lines or '—'} | {checkpoint} "
+    f"| `{path.name}` | {today} | {result} |"
   )
 
 
@@ -161,7 +160,8 @@ def write(table: pathlib.Path, lines: dict[str, str]) -> None:
       "the target exactly, and training goes on from a *checkpoint* with the",
       "same masks: the framework's own where it has one, else the one that its",
       "users take; models that are exported keep their zeros in the file.",
-      "*Lines added* are those a user adds, marked in the test; imports apart.",
+      "*Lines added* are those a user adds, marked in the test, which is in",
+      "`tests/integrations/`; imports apart.",
       "",
       *HEAD,
       *rows,
