@@ -5,8 +5,8 @@ Data: all 60,000 + 10,000 images (Debian package `dataset-fashion-mnist`, or
 Model: two 3 x 3 convolutions (16 and 32 channels) with pooling, then
 1568 - 128 - 10; 207 k weights; Adam, cosine.
 Command: `jaxpruner compare --task fashion --sparsity 0.8,0.9,0.95,0.98`.
-Number: dense 86.9 % after 400 of the 1,500 steps (3 seeds); a stretch of 75
-steps of one seed takes 3 s on 2 cores.
+Number: dense 86.9 %, magnitude at 90 % 83.1 % after 400 of the 1,500 steps; the
+45 cells of that table (3 seeds) took 39 minutes on two busy cores.
 """
 
 import dataclasses
