@@ -7,6 +7,8 @@ is one transition in each environment and one update.
 Command: `jaxpruner compare --task dqn-minatar --sparsity 0.8 --seeds 5`.
 The metric is the mean return of greedy episodes. Algorithms share environment
 seeds and initial weights; what they then see depends on how they play.
+Number: dense 4.2 after 2,500 of the 10,000 steps (5 seeds); the twelve cells of
+that table took 23 minutes on two busy cores.
 """
 
 import dataclasses

@@ -6,6 +6,9 @@ bytes of Wikipedia, the last 5 M held out.
 Model: 2 pre-norm blocks of width 128 with 4 heads, context 128, bytes in and
 out; 0.46 M weights; ERK, embeddings dense.
 Command: `jaxpruner compare --task sotu --sparsity 0.8`.
+Number: dense 3.55, magnitude at 80 % 3.58 bits per byte after 200 of the 1,000
+steps (3 seeds); the twelve cells of that table took 17 minutes on two busy
+cores.
 """
 
 import dataclasses
