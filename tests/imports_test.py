@@ -25,6 +25,7 @@ CORE = [
   _UPDATER | {"base_updater", "transforms"},
   {"algorithms"},
   {"structures"},
+  {"spelling"},
   {"api"},
   {"doctor"},
 ]

@@ -16,7 +16,6 @@ from jaxpruner import (
   structures,
   transforms,
 )
-from jaxpruner._spelling import parse_sparsity_type
 from jaxpruner._state import Category, SparseState, apply_mask, find_state
 from jaxpruner.algorithms import (
   ACDC,
@@ -76,6 +75,7 @@ from jaxpruner.sparsity_types import (
   NbyM,
   Unstructured,
 )
+from jaxpruner.spelling import parse_sparsity_type
 from jaxpruner.utils import (
   sparsity_table,
   summarize_intersection,

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxpruner import (
-  _spelling,
   _tree,
   algorithms,
   base_updater,
   sparsity_distributions,
   sparsity_schedules,
+  spelling,
 )
 
 _REGISTRY: dict[str, type[base_updater.BaseUpdater]] = {
@@ -192,11 +192,11 @@ def create_updater_from_config(
   if cls.category.start == "dense":
     return cls()
   kwargs = {
-    key: _spelling.build_part(key, value) if key in _spelling.PARTS else value
+    key: spelling.build_part(key, value) if key in spelling.PARTS else value
     for key, value in config.items()
     if key in fields
   }
-  kwargs["sparsity_type"] = _spelling.parse_sparsity_type(
+  kwargs["sparsity_type"] = spelling.parse_sparsity_type(
     config.get("sparsity_type", cls.sparsity_type)
   )
   kwargs.update(_distribution(cls, config, kwargs["sparsity_type"], fields))
@@ -216,10 +216,10 @@ def _chain(config: Mapping[str, Any]) -> algorithms.Chain:
 def _distribution(cls, config, sparsity_type, fields) -> dict[str, Any]:
   """Return the arguments that say how much each leaf gives."""
   name = config.get("dist_type", "uniform")
-  if not isinstance(name, str) or name not in _spelling.DISTRIBUTIONS:
+  if not isinstance(name, str) or name not in spelling.DISTRIBUTIONS:
     raise ValueError(
       f"dist_type={name!r} is unknown; "
-      f"{_tree.nearest(name, _spelling.DISTRIBUTIONS)}"
+      f"{_tree.nearest(name, spelling.DISTRIBUTIONS)}"
     )
   if "sparsity" in fields:  # a global ranking distributes by itself
     if "sparsity" not in config:
@@ -258,7 +258,7 @@ def _distribution(cls, config, sparsity_type, fields) -> dict[str, Any]:
   sparsity = sparsity_distributions.check_sparsity(sparsity)
   return {
     "sparsity_distribution_fn": functools.partial(
-      _spelling.DISTRIBUTIONS[name], sparsity=sparsity, **options
+      spelling.DISTRIBUTIONS[name], sparsity=sparsity, **options
     )
   }
 
@@ -313,10 +313,9 @@ def _schedule(cls, config) -> sparsity_schedules.BaseSchedule:
       else cls.default_schedule
       or ("periodic" if _rewires(cls) else "polynomial")
     )
-  if not isinstance(kind, str) or kind not in _spelling.SCHEDULES:
+  if not isinstance(kind, str) or kind not in spelling.SCHEDULES:
     raise ValueError(
-      f"schedule={kind!r} is unknown; "
-      f"{_tree.nearest(kind, _spelling.SCHEDULES)}"
+      f"schedule={kind!r} is unknown; {_tree.nearest(kind, spelling.SCHEDULES)}"
     )
   if kind == "one_shot":
     return sparsity_schedules.OneShotSchedule(target_step=start)
@@ -338,7 +337,7 @@ def _schedule(cls, config) -> sparsity_schedules.BaseSchedule:
         f"sparsity_config: fraction={own['fraction']!r} needs "
         f"schedule='geometric', not {kind!r}; drop it"
       )
-    return _spelling.SCHEDULES[kind](freq, start, end, **own)
+    return spelling.SCHEDULES[kind](freq, start, end, **own)
   if end is None:
     raise ValueError(
       f"sparsity_config has update_start_step={start!r} but no "
@@ -376,23 +375,23 @@ def config_from_updater(updater: base_updater.BaseUpdater) -> dict[str, Any]:
   for field in dataclasses.fields(updater):
     value = getattr(updater, field.name)
     if field.name == "sparsity_type":
-      config["sparsity_type"] = _spelling.spell_type(value)
+      config["sparsity_type"] = spelling.spell_type(value)
     elif field.name == "scheduler":
-      config.update(_spelling.spell_schedule(value))
+      config.update(spelling.spell_schedule(value))
     elif field.name == "sparsity_distribution_fn":
       if value is not base_updater.UNSET:
-        config.update(_spelling.spell_distribution(value))
+        config.update(spelling.spell_distribution(value))
       elif not _knows_sparsity(updater.sparsity_type):
         config["sparsity"] = 0.0
     elif field.name == "custom_sparsity_map":
       if value:
-        config[field.name] = _spelling.spell_map(value)
+        config[field.name] = spelling.spell_map(value)
     elif base_updater.frozen(value) == base_updater.frozen(field.default):
       continue
-    elif field.name in _spelling.PARTS:
-      config[field.name] = _spelling.spell_part(field.name, value)
+    elif field.name in spelling.PARTS:
+      config[field.name] = spelling.spell_part(field.name, value)
     else:
-      config[field.name] = _spelling.spell_value(field.name, value)
+      config[field.name] = spelling.spell_value(field.name, value)
   return config
 
 

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpruner import _spelling, _tree, sparsity_distributions
+from jaxpruner import _tree, sparsity_distributions, spelling
 from jaxpruner.post_training import (
   _graph,
   _pattern,
@@ -235,7 +235,7 @@ def prune(
     (16, 0.5)
   """
   settings = Settings(method, damping, block_size, refine)
-  kind = _spelling.parse_sparsity_type(sparsity_type)
+  kind = spelling.parse_sparsity_type(sparsity_type)
   sparsity = getattr(kind, "sparsity", None) if sparsity is None else sparsity
   if sparsity is None:
     raise ValueError("sparsity is missing; give the fraction removed, as 0.5")
