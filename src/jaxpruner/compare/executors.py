@@ -18,14 +18,19 @@ from typing import Any
 from jaxpruner.compare import cell as cells
 from jaxpruner.compare import folder, plan
 
-# XLA sums a product in another order on another number of threads: with one,
-# a cell gives the same bits on any number of cores and beside any number of
-# other cells. It also wastes no time waiting: two cells on a core each are
-# much faster than two that share two cores.
-ONE_THREAD = {"NPROC": "1"}
-
 Event = dict[str, Any]
 Sink = Callable[[Event], None]
+
+
+def _threads(settings: plan.Settings) -> dict[str, str]:
+  """Return the environment of a worker: one thread for its one device.
+
+  XLA sums a product in another order on another number of threads: with one,
+  a cell gives the same bits on any number of cores and beside any number of
+  other cells. It also wastes no time waiting: two cells on a core each are
+  much faster than two that share two cores.
+  """
+  return {"NPROC": "1"} if settings.devices == 1 else {}
 
 
 def compute(
@@ -121,7 +126,7 @@ def processes(
           stdout=subprocess.PIPE,
           stderr=log,
           text=True,
-          env=os.environ | (ONE_THREAD if settings.devices == 1 else {}),
+          env=os.environ | _threads(settings),
         )
       workers.append(worker)
       workers[index].stdin.write(first + "\n")
@@ -172,10 +177,8 @@ def ray_cluster(
   if not ray.is_initialized():
     ray.init(address=address, log_to_driver=False)
 
-  environment = ONE_THREAD if settings.devices == 1 else {}
-  task = ray.remote(max_retries=3, runtime_env={"env_vars": dict(environment)})(
-    _remote
-  )
+  environment = {"env_vars": _threads(settings)}
+  task = ray.remote(max_retries=3, runtime_env=environment)(_remote)
   payload = plan.as_dict(settings)
   # One spare task per CPU keeps nodes busy without flooding the cluster.
   limit = 2 * max(1, int(ray.cluster_resources().get("CPU", 1)))
