@@ -45,7 +45,7 @@ def bare_program(task, updater):
 
   def all_seeds(carry, keys, data, first, count):
     one = lambda pair: train(*pair, data, first, count)
-    if task.batching == "map":
+    if task.in_turn:
       return jax.lax.map(one, (carry, keys))
     return jax.vmap(lambda c, k: one((c, k)))(carry, keys)
 
@@ -77,7 +77,9 @@ def measure(name: str, algorithm: str, seeds: int, repeats: int) -> dict:
         carry, losses, taken = built.train(
           carry, keys, data, first, length, length
         )
-        record = cells._stretch_record(cell, task, first, length, losses, taken)
+        record = cells._stretch_record(
+          cell, task.steps, first, length, losses, taken
+        )
         folder.append_line(path, record)
         progress.stretch(record)
         return carry.params
