@@ -93,6 +93,32 @@ def lamp(
   )
 
 
+def outlier_ratio(scores: Any, threshold: float) -> float:
+  """Return the share of scores above `threshold` times their mean."""
+  scores = np.abs(np.asarray(scores, np.float64))
+  return float(np.mean(scores > threshold * scores.mean()))
+
+
+def owl_densities(
+  ratios: Sequence[float], sizes: Sequence[int], sparsity: float, limit: float
+) -> list[fractions.Fraction]:
+  """Return densities affine in outlier ratios that average to the request.
+
+  They span `2 * limit`, or as much less as keeps all of them within 0 and 1.
+  """
+  density = 1 - fractions.Fraction(sparsity)
+  exact = [fractions.Fraction(r) for r in ratios]
+  total = sum(r * n for r, n in zip(exact, sizes, strict=True))
+  away = [r - fractions.Fraction(total, max(sum(sizes), 1)) for r in exact]
+  if not any(away):
+    return [density] * len(away)
+  slope = min(
+    2 * fractions.Fraction(limit) / (max(away) - min(away)),
+    min(density, 1 - density) / max(map(abs, away)),
+  )
+  return [density + a * slope for a in away]
+
+
 def owl(
   params: PyTree,
   sparsity: float,
@@ -104,8 +130,7 @@ def owl(
   """Keep more of leaves with more outliers (Yin et al., 2023).
 
   The outlier ratio of a leaf is the share of scores above `threshold` times
-  their mean. Sparsities differ from the request by at most about `limit`, in
-  proportion to the ratios.
+  their mean. Densities are affine in the ratios and span `2 * limit`.
 
   Args:
     params: the weights.
@@ -113,7 +138,7 @@ def owl(
     scores: a tree like `params`, such as |w| times activation norms; |w| by
       default.
     threshold: how many times the mean makes an outlier.
-    limit: the largest difference from the request.
+    limit: half of what the densities span.
     filter_fn: `(names, param) -> bool`, the leaves to prune.
   """
   sparsity = check_sparsity(sparsity)
@@ -121,21 +146,11 @@ def owl(
   found = _values(plan, "owl")
   if scores is not None:
     given = _tree.align(params, scores, "scores")
-    found = {i: np.asarray(given[i], np.float64) for i in plan.free}
-  ratio = {}
-  for i, score in found.items():
-    score = np.abs(score)
-    ratio[i] = float(np.mean(score > threshold * score.mean()))
-  spread = max(ratio.values(), default=0) - min(ratio.values(), default=0)
-  mean = sum(ratio[i] * plan.sizes[i] for i in ratio) / max(plan.size, 1)
-  limit = min(limit, 1 - sparsity, sparsity)
-  densities = {
-    i: 1 - sparsity + (r - mean) / spread * limit if spread else 1 - sparsity
-    for i, r in ratio.items()
-  }
-  return plan.fill(
-    sparsity, {i: fractions.Fraction(d) for i, d in densities.items()}
-  )
+    found = {i: given[i] for i in plan.free}
+  ratios = [outlier_ratio(score, threshold) for score in found.values()]
+  sizes = [plan.sizes[i] for i in found]
+  densities = owl_densities(ratios, sizes, sparsity, limit)
+  return plan.fill(sparsity, dict(zip(found, densities, strict=True)))
 
 
 def sensitivity(

@@ -86,6 +86,11 @@ class Part:
   def indices(self, shape: Sequence[int]) -> np.ndarray:
     return self.arrange(self.view.indices(shape))
 
+  def matrix(self, leaf: Any) -> np.ndarray:
+    """Return the weight as (groups, inputs, outputs), float32."""
+    at = self.indices(leaf.shape)
+    return np.asarray(leaf).reshape(-1)[at].astype(np.float32)
+
 
 class Norm(NamedTuple):
   """A normalisation by running statistics: (y - mean) / sqrt(var)."""

@@ -1,15 +1,23 @@
 """OWL: layers with more outliers are pruned less."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
+from jaxpruner import _tree, allocation
+from jaxpruner.post_training import calibration
+from jaxpruner.sparsity_distributions import Plan
 
-def block_of(name: str) -> str:
+_TIMES = 5.0  # the mean of the scores: an outlier
+_SPREAD = 0.08
+
+
+def layer_of(name: str) -> str:
   """Return the layer a weight belongs to: its path up to the first number.
 
-  >>> block_of("layers/3/attention/q"), block_of("head/kernel")
+  >>> layer_of("layers/3/attention/q"), layer_of("head/kernel")
   ('layers/3', 'head/kernel')
   """
   names = name.split("/")
@@ -19,39 +27,35 @@ def block_of(name: str) -> str:
   return name
 
 
-def outlier_ratio(scores: np.ndarray, times: float) -> float:
-  """Return the share of scores above `times` their mean."""
-  return float((scores > times * scores.mean()).mean())
-
-
-def allocate(
-  ratios: Mapping[str, Sequence[tuple[int, float]]],
+def sparsities(
+  model: calibration.Model,
+  shapes: Mapping[str, Any],
   sparsity: float,
-  spread: float = 0.08,
-) -> dict[str, float]:
-  """Give each layer a sparsity: the more outliers, the lower.
+  custom: Mapping[Any, float | None] | None,
+) -> dict[str, float | None]:
+  """Return the sparsity of each path: lower, the more outliers its layer has.
 
-  Densities are affine in the layers' outlier ratios, span 2 × `spread`, and
-  average (by weights) to the request (Yin et al., "OWL", 2024).
-
-  Args:
-    ratios: layer -> (size, outlier ratio) of each of its weights.
-    sparsity: fraction removed of all layers together.
-    spread: how far layers may lie from the mean.
-
-  Returns:
-    Layer -> sparsity.
+  Scores are Wanda's, |w| ‖x‖; all weights of a layer share its density (Yin et
+  al., "OWL", 2024). One pass over the batches; the total is exact.
   """
-  names = list(ratios)
-  sizes = np.array([sum(n for n, _ in ratios[k]) for k in names], np.float64)
-  means = np.array(
-    [sum(n * r for n, r in ratios[k]) for k in names], np.float64
+  plan = Plan(shapes, lambda names, leaf: True, custom)
+  names = {i: _tree.join(plan.leaves[i][0]) for i in plan.free}
+  free = set(names.values())
+  found: dict[str, list[tuple[int, float]]] = {}
+  _, cuts = model.stream(False, False, lambda cut: False)
+  for cut, sums in cuts:
+    for part in cut.parts:
+      if (name := model.name(part.leaf)) in free:
+        norm = np.asarray(calibration.statistics(part, sums).norm)
+        scores = part.matrix(model.leaves[part.leaf]) * norm[:, :, None]
+        row = scores.size, allocation.outlier_ratio(scores, _TIMES)
+        found.setdefault(layer_of(name), []).append(row)
+  sizes = {k: sum(n for n, _ in rows) for k, rows in found.items()}
+  ratios = [sum(n * r for n, r in found[k]) / sizes[k] for k in found]
+  densities = allocation.owl_densities(
+    ratios, list(sizes.values()), sparsity, _SPREAD
   )
-  means = means / sizes
-  reach = means.max() - means.min()
-  density = 2 * spread * (means - means.min()) / (reach if reach else 1)
-  density += (1 - sparsity) - (density * sizes).sum() / sizes.sum()
-  return {
-    name: float(min(max(1 - d, 0.0), 0.999))
-    for name, d in zip(names, density, strict=True)
-  }
+  by_layer = dict(zip(found, densities, strict=True))
+  return plan.fill(
+    sparsity, {i: by_layer[layer_of(name)] for i, name in names.items()}
+  )

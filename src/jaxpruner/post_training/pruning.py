@@ -251,7 +251,6 @@ def prune(
   )
   targets = _targets(model, sparsity, allocation, custom_sparsity_map)
   if allocation == "owl":
-    targets = _owl(model, targets, sparsity)
     model.batches = map(calibration.flat_batch, batches)
   model.parts = [p for p in model.parts if targets[p.leaf] is not None]
   job = _Job(model, targets, kind, settings, refit, sequential)
@@ -264,48 +263,24 @@ def prune(
 
 def _targets(model, sparsity, allocation, custom) -> dict[int, float | None]:
   """Return the sparsity of each leaf that will be pruned."""
-  chosen = {part.leaf for part in model.parts}
+  chosen = sorted({part.leaf for part in model.parts})
+  # Keyed by whole paths, so that patterns match them as they do elsewhere.
   shapes = {
     model.name(i): jax.ShapeDtypeStruct(
       model.leaves[i].shape, model.leaves[i].dtype
     )
-    for i in sorted(chosen)
+    for i in chosen
   }
-  distribution = getattr(
-    sparsity_distributions, "erk" if allocation == "erk" else "uniform"
-  )
-  # Keyed by whole paths, so that patterns match them as they do elsewhere.
-  tree = distribution(
-    shapes,
-    sparsity=sparsity,
-    filter_fn=lambda names, leaf: True,
-    custom_sparsity_map=custom,
-  )
-  return {i: tree[model.name(i)] for i in sorted(chosen)}
-
-
-def _owl(model, targets, sparsity) -> dict[int, float | None]:
-  _, cuts = model.stream(False, False, lambda cut: False)
-  ratios: dict[str, list[tuple[int, float]]] = {}
-  for cut, sums in cuts:
-    for part in cut.parts:
-      if targets[part.leaf] != sparsity:
-        continue  # chosen by the user
-      norm = np.asarray(calibration.statistics(part, sums).norm)
-      w = _matrix(model.leaves[part.leaf], part)[0]
-      row = w.size, owl.outlier_ratio(np.abs(w) * norm[:, :, None], 5.0)
-      block = owl.block_of(model.name(part.leaf))
-      ratios.setdefault(block, []).append(row)
-  found = owl.allocate(ratios, sparsity)
-  return {
-    i: found.get(owl.block_of(model.name(i)), s) if s == sparsity else s
-    for i, s in targets.items()
-  }
-
-
-def _matrix(leaf: Any, part: _graph.Part) -> tuple[np.ndarray, np.ndarray]:
-  at = part.indices(leaf.shape)
-  return np.asarray(leaf).reshape(-1)[at].astype(np.float32), at
+  if allocation == "owl":
+    tree = owl.sparsities(model, shapes, sparsity, custom)
+  else:
+    tree = getattr(sparsity_distributions, allocation)(
+      shapes,
+      sparsity=sparsity,
+      filter_fn=lambda names, leaf: True,
+      custom_sparsity_map=custom,
+    )
+  return {i: tree[model.name(i)] for i in chosen}
 
 
 class _Job:
@@ -391,7 +366,7 @@ class _Job:
   def _prune(self, part: _graph.Part, seen: Statistics | None) -> None:
     start = time.perf_counter()
     leaf = self.leaves[part.leaf]
-    w, at = _matrix(leaf, part)
+    w, at = part.matrix(leaf), part.indices(leaf.shape)
     pattern = self._pattern(part)
     sparsity = self._targets[part.leaf]
     assert sparsity is not None
