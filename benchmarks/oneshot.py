@@ -2,6 +2,7 @@
 
     python benchmarks/oneshot.py --model SmolLM2-135M
     python benchmarks/oneshot.py --model CIFAR-10-CNN
+    python benchmarks/oneshot.py --model SmolLM2-135M --memory
 
 Language models calibrate on the first part of three texts (Wikipedia, speeches,
 film reviews) and are judged on a later part. The benchmark writes each figure
@@ -11,12 +12,14 @@ not measured again.
 
 import argparse
 import datetime
+import gc
 import importlib.metadata
 import json
 import os
 import pathlib
 import time
 
+import jax
 import numpy as np
 
 from jaxpruner import post_training
@@ -125,6 +128,45 @@ def pictures(args: argparse.Namespace) -> None:
         measure(key, *pruned(model, batches, *options))
 
 
+def resident(word: str) -> int:
+  """Bytes of memory held now (VmRSS), or at most (VmHWM)."""
+  lines = pathlib.Path("/proc/self/status").read_text().splitlines()
+  return next(int(l.split()[1]) for l in lines if l.startswith(word)) * 1024
+
+
+def memory(args: argparse.Namespace) -> None:
+  """Measure what pruning takes beside the model, in this fresh process."""
+  model = models.load(args.model)
+  encode, length = model.tokenizer.encode, model.window
+  learn = texts.mixed(three_texts(0), encode, length, args.calibration)
+  batches = np.split(learn, len(learn))
+  first = jax.tree.map(np.array, model.params)
+  whole = sum(x.nbytes for x in jax.tree.leaves(first))
+  for turn in ("cold", "warm"):  # programs are compiled in the first turn
+    params = jax.tree.map(np.array, first)
+    gc.collect()
+    before = resident("VmRSS")
+    pathlib.Path("/proc/self/clear_refs").write_text("5")  # forget the peak
+    _, masks, report = post_training.prune(
+      model.apply_fn,
+      params,
+      batches,
+      sparsity=0.5,
+      filter_fn=model.filter_fn,
+      donate=True,
+    )
+    widest = max(layer.shape[-2] for layer in report.layers)
+    row = {
+      "model_bytes": whole,
+      "extra_bytes": resident("VmHWM") - before,
+      "mask_bytes": sum(x.nbytes for x in jax.tree.leaves(masks)),
+      "statistics_bytes": 4 * widest**2,
+      "calibration_tokens": int(learn.size),
+    }
+    store(f"{args.model} memory {turn}", row)
+    del masks, params
+
+
 def pruned(model, batches, method, sparsity, kind, refit):
   start = time.perf_counter()
   params, _, report = post_training.prune(
@@ -154,7 +196,10 @@ def main() -> None:
   parser.add_argument(
     "--sparsities", nargs="*", type=float, default=[0.5, 0.7, 0.8, 0.9]
   )
+  parser.add_argument("--memory", action="store_true")
   args = parser.parse_args()
+  if args.memory:
+    return memory(args)
   image = args.model in ("ResNet-50", "CIFAR-10-CNN")
   (pictures if image else language)(args)
 

@@ -231,6 +231,26 @@ def test_owl_keeps_the_total_and_spares_outliers():
   assert ones == round(sum(sizes) * 0.45)
 
 
+@pytest.mark.parametrize("make", [np.array, jnp.array])
+def test_donated_weights_give_up_their_memory(make):
+  kept = jax.tree.map(make, mlp_params())
+  given = jax.tree.map(make, mlp_params())
+  expected, _, _ = prune(mlp, kept, BATCHES, refit=True)
+  got, _, _ = prune(mlp, given, BATCHES, refit=True, donate=True)
+  jax.tree.map(np.testing.assert_array_equal, got, expected)
+  jax.tree.map(np.testing.assert_array_equal, kept, mlp_params())
+  for name in ("a", "c"):
+    if make is np.array:
+      assert got[name]["w"] is given[name]["w"]
+    else:
+      assert given[name]["w"].is_deleted()
+
+
+def test_dense_weights_that_are_still_needed_cannot_be_donated():
+  with pytest.raises(ValueError, match="donate=True .* sequential=False"):
+    prune(mlp, mlp_params(), BATCHES, donate=True, sequential=False)
+
+
 def test_weights_used_otherwise_stay_dense_and_say_why():
   params = {
     "embed": jnp.ones((10, 16)),

@@ -185,6 +185,7 @@ def prune(
   block_size: int = 128,
   mesh: Any = None,
   data_axis: str = "data",
+  donate: bool = False,
   folder: str | os.PathLike | None = None,
   progress: Callable[[int, int, str], None] | None = None,
 ) -> tuple[Any, Any, Report]:
@@ -218,6 +219,8 @@ def prune(
     block_size: inputs per panel of SparseGPT.
     mesh: spread batches over this mesh's `data_axis`.
     data_axis: the name of that axis.
+    donate: let pruned weights take the memory of those in `params`, which must
+      not be used afterwards: one model in memory instead of two.
     folder: keep finished layers here; the same call continues after them.
     progress: called with (layers done, layers in all, name).
 
@@ -243,6 +246,11 @@ def prune(
     raise ValueError(
       f"allocation={allocation!r} must be 'uniform', 'erk' or 'owl'"
     )
+  if donate and not sequential:
+    raise ValueError(
+      "donate=True gives up the dense weights that sequential=False calibrates "
+      "on; leave one of them out"
+    )
   start = time.perf_counter()
   if allocation == "owl":
     batches = list(batches)
@@ -253,7 +261,7 @@ def prune(
   if allocation == "owl":
     model.batches = map(calibration.flat_batch, batches)
   model.parts = [p for p in model.parts if targets[p.leaf] is not None]
-  job = _Job(model, targets, kind, settings, refit, sequential)
+  job = _Job(model, targets, kind, settings, refit, sequential, donate)
   if folder is not None:
     job.keep(pathlib.Path(folder))
   job.run(progress or (lambda done, total, name: None))
@@ -286,10 +294,10 @@ def _targets(model, sparsity, allocation, custom) -> dict[int, float | None]:
 class _Job:
   """One run over all layers."""
 
-  def __init__(self, model, targets, kind, settings, refit, sequential):
+  def __init__(self, model, targets, kind, settings, refit, sequential, donate):
     self._model, self._targets, self._kind = model, targets, kind
     self._settings, self._refit = settings, refit
-    self._sequential = sequential
+    self._sequential, self._donate = sequential, donate
     self.leaves = list(model.leaves)
     self.masks: list[Any] = [None] * len(self.leaves)
     self.layers: list[Layer] = []
@@ -378,14 +386,14 @@ class _Job:
       lost = jnp.einsum("gi,gio->o", seen.mean, w - new)
       bias = self.leaves[part.bias]
       moved = np.asarray(bias) + np.asarray(lost).reshape(bias.shape)
-      self.leaves[part.bias] = self._like(moved, bias)
+      self._put(part.bias, moved)
     old = self.masks[part.leaf]
     full = np.ones(leaf.size, np.uint8) if old is None else old.reshape(-1)
     full[at.reshape(-1)] = np.asarray(mask).reshape(-1)
     flat = np.array(leaf).reshape(-1)
     flat[at.reshape(-1)] = np.asarray(new.astype(leaf.dtype)).reshape(-1)
     self.masks[part.leaf] = full.reshape(leaf.shape)
-    self.leaves[part.leaf] = self._like(flat.reshape(leaf.shape), leaf)
+    self._put(part.leaf, flat.reshape(leaf.shape))
     self.layers.append(
       Layer(
         self._model.name(part.leaf),
@@ -396,11 +404,17 @@ class _Job:
       )
     )
 
-  def _like(self, array: np.ndarray, leaf: Any) -> Any:
-    array = array.astype(leaf.dtype)
+  def _put(self, i: int, array: np.ndarray) -> None:
+    """Replace a leaf by an array like it."""
+    leaf, array = self.leaves[i], array.astype(self.leaves[i].dtype)
     if isinstance(leaf, jax.Array):
-      return jax.device_put(array, leaf.sharding)
-    return array
+      self.leaves[i] = jax.device_put(array, leaf.sharding)
+      if self._donate:
+        leaf.delete()
+    elif self._donate and leaf.flags.writeable:
+      leaf[...] = array
+    else:
+      self.leaves[i] = array
 
   def _measure(self, norm: _graph.Norm, sums: dict[Any, Any]) -> None:
     count, moments = sums[norm]
@@ -408,7 +422,7 @@ class _Job:
     var = np.asarray(moments.square, np.float64)[0] / count - shift**2
     mean = np.asarray(self.leaves[norm.mean], np.float64) + shift
     for i, value in ((norm.mean, mean), (norm.var, var)):
-      self.leaves[i] = self._like(value, self.leaves[i])
+      self._put(i, value)
 
   def _touched(self, cut: _stream.Cut) -> list[int]:
     touched = [p.leaf for p in cut.parts]
@@ -430,7 +444,7 @@ class _Job:
     path = self._file(cut)
     leaves, masks = files.load(path)
     for i in self._touched(cut):
-      self.leaves[i] = self._like(leaves[str(i)], self.leaves[i])
+      self._put(i, np.asarray(leaves[str(i)]))
       self.masks[i] = masks[str(i)]
     for row in files.read_metadata(path)["layers"]:
       self.layers.append(Layer(**row | {"shape": tuple(row["shape"])}))
