@@ -5,9 +5,10 @@
     python benchmarks/oneshot.py --model SmolLM2-135M --memory
 
 Language models calibrate on the first part of three texts (Wikipedia, speeches,
-film reviews) and are judged on a later part. The benchmark writes each figure
-to docs/results/oneshot.json as soon as it is known; figures already there are
-not measured again.
+film reviews) and are judged on a later part; stories15M, which knows nothing
+but small children's stories, on stories it told itself. The benchmark writes
+each figure to docs/results/oneshot.json as soon as it is known; figures already
+there are not measured again.
 """
 
 import argparse
@@ -61,26 +62,34 @@ def known(key: str, amount: int, of: str = "tokens") -> bool:
   return rows.get(key, {}).get(of, 0) >= amount
 
 
+def rows_of(model, args) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+  """Token windows to calibrate on, and those to be judged by, per source."""
+  encode, length = model.tokenizer.encode, model.window
+  if model.sample:
+    rows = -(-args.tokens // length)
+    return model.sample(args.calibration, 0), {"own": model.sample(rows, 1)}
+  learn = texts.mixed(three_texts(0), encode, length, args.calibration)
+  rows = -(-args.tokens // len(KINDS) // length)
+  parts = zip(KINDS, three_texts(1), strict=True)
+  judge = {k: texts.mixed([text], encode, length, rows) for k, text in parts}
+  return learn, judge
+
+
 def language(args: argparse.Namespace) -> None:
   """Measure a language model, dense and pruned."""
   model = models.load(args.model)
-  encode, length = model.tokenizer.encode, model.window
-  learn = texts.mixed(three_texts(0), encode, length, args.calibration)
+  learn, judge = rows_of(model, args)
   batches = np.array_split(learn, max(1, len(learn) // 4))
-  per_kind = -(-args.tokens // len(KINDS) // length)
-  judge = [
-    texts.mixed([text], encode, length, per_kind) for text in three_texts(1)
-  ]
 
   def measure(key: str, params, extra: dict) -> None:
     start = time.perf_counter()
     found = {
       kind: evaluation.perplexity(model.apply_fn, params, rows)
-      for kind, rows in zip(KINDS, judge, strict=True)
+      for kind, rows in judge.items()
     }
     mean = float(np.exp(np.mean(np.log(list(found.values())))))
     row = {"perplexity": mean, **found, **extra}
-    row["tokens"] = int(sum(rows.size for rows in judge))
+    row["tokens"] = int(sum(rows.size for rows in judge.values()))
     row["judged_seconds"] = time.perf_counter() - start
     store(key, row)
 
@@ -137,8 +146,7 @@ def resident(word: str) -> int:
 def memory(args: argparse.Namespace) -> None:
   """Measure what pruning takes beside the model, in this fresh process."""
   model = models.load(args.model)
-  encode, length = model.tokenizer.encode, model.window
-  learn = texts.mixed(three_texts(0), encode, length, args.calibration)
+  learn, _ = rows_of(model, args)
   batches = np.split(learn, len(learn))
   first = jax.tree.map(np.array, model.params)
   whole = sum(x.nbytes for x in jax.tree.leaves(first))

@@ -35,6 +35,17 @@ def tiny_llama():
   }
 
 
+def test_sampled_texts_follow_the_model_that_draws_them():
+  """Each token is drawn from what the whole forward pass says of it."""
+  params, key = tiny_llama(), jax.random.key(3)
+  rows = llama.sample(CONFIG, params, key, 4, 6)
+  assert (rows[:, 0] == 1).all()
+  logits = llama.apply(CONFIG, params, rows)
+  for t in range(5):
+    drawn = jax.random.categorical(jax.random.fold_in(key, t), logits[:, t])
+    np.testing.assert_array_equal(rows[:, t + 1], drawn)
+
+
 def test_llama_is_causal_and_knows_positions():
   params = tiny_llama()
   ids = np.array([[5, 7, 7, 9, 11, 7]])

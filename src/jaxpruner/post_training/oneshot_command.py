@@ -71,6 +71,8 @@ def _text(args: argparse.Namespace, part: int) -> str:
 
 def _inputs(args: argparse.Namespace, model: models.Model) -> tuple[Any, ...]:
   """Return calibration inputs, inputs to judge by, and labels or None."""
+  if model.sample and not args.calibration:
+    return model.sample(args.samples, 0), model.sample(args.judge, 1), None
   if model.kind == "text":
     parts = [
       texts.mixed([_text(args, i)], model.tokenizer.encode, model.window, rows)

@@ -37,15 +37,57 @@ class Config(NamedTuple):
 
 def apply(config: Config, params: Any, tokens: jax.Array) -> jax.Array:
   """Return the logits (batch, time, vocab) of token ids (batch, time)."""
+  length = tokens.shape[1]
+  past = np.tril(np.ones((length, length), np.bool_))
+  see = lambda i, q, k, v: _mix(config, q, k, v, past)
+  return _decode(config, params, tokens, _angles(config, length), see)
+
+
+def _decode(config: Config, params: Any, tokens: jax.Array, angles, see):
+  """Return logits; `see(layer, q, k, v)` looks back at earlier tokens."""
   x = params["embed"][tokens]
-  cos, sin = _angles(config, tokens.shape[1])
-  for layer in params["layers"]:
+  size = config.dim // config.heads
+  split = lambda y: y.reshape(*y.shape[:2], -1, size)
+  for i, layer in enumerate(params["layers"]):
     h = _rms(x, layer["attention_norm"])
-    x = x + _attention(config, layer, h, cos, sin)
+    q, k = (_rotate(split(h @ layer[name]), *angles) for name in "qk")
+    x = x + see(i, q, k, split(h @ layer["v"])) @ layer["o"]
     h = _rms(x, layer["mlp_norm"])
     gated = jax.nn.silu(h @ layer["gate"]) * (h @ layer["up"])
     x = x + gated @ layer["down"]
   return _rms(x, params["norm"]) @ params["embed"].T
+
+
+@functools.partial(jax.jit, static_argnums=(0, 3, 4, 5))
+def sample(
+  config: Config, params: Any, key: jax.Array, rows: int, length: int, first=1
+) -> jax.Array:
+  """Draw texts from the model, token ids of (rows, length).
+
+  Token by token, the keys and values of earlier ones kept; each text begins
+  with the token `first`.
+  """
+  cos, sin = _angles(config, length)
+  shape = rows, length, config.kv_heads, config.dim // config.heads
+  cache = [(jnp.zeros(shape), jnp.zeros(shape)) for _ in params["layers"]]
+
+  def step(carry, t):
+    tokens, cache = carry
+    now = list(cache)
+
+    def see(i, q, k, v):
+      put = lambda old, x: jax.lax.dynamic_update_slice_in_dim(old, x, t, 1)
+      k, v = now[i] = put(cache[i][0], k), put(cache[i][1], v)
+      return _mix(config, q, k, v, jnp.arange(length) <= t)
+
+    angles = jnp.asarray(cos)[t][None], jnp.asarray(sin)[t][None]
+    logits = _decode(config, params, tokens[:, None], angles, see)[:, 0]
+    drawn = jax.random.categorical(jax.random.fold_in(key, t), logits)
+    return (drawn.astype(jnp.int32), now), tokens
+
+  start = jnp.full(rows, first, jnp.int32), cache
+  _, drawn = jax.lax.scan(step, start, jnp.arange(length))
+  return drawn.T
 
 
 def _rms(x: jax.Array, scale: jax.Array) -> jax.Array:
@@ -68,20 +110,14 @@ def _rotate(x: jax.Array, cos: Any, sin: Any) -> jax.Array:
   return pair.reshape(x.shape)
 
 
-def _attention(config: Config, layer: Any, x: jax.Array, cos: Any, sin: Any):
-  batch, length, dim = x.shape
-  size = dim // config.heads
-  split = lambda y: y.reshape(batch, length, -1, size)
-  q = _rotate(split(x @ layer["q"]), cos, sin)
-  k = _rotate(split(x @ layer["k"]), cos, sin)
-  v = split(x @ layer["v"])
+def _mix(config: Config, q: Any, k: Any, v: Any, visible: Any) -> jax.Array:
+  """Return what the heads of (batch, time, heads, size) find in the values."""
   repeat = config.heads // config.kv_heads
   k, v = (jnp.repeat(y, repeat, axis=2) for y in (k, v))
-  scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / math.sqrt(size)
-  past = np.tril(np.ones((length, length), np.bool_))
-  weights = jax.nn.softmax(jnp.where(past, scores, -1e30), axis=-1)
+  scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / math.sqrt(q.shape[-1])
+  weights = jax.nn.softmax(jnp.where(visible, scores, -1e30), axis=-1)
   mixed = jnp.einsum("bhqk,bkhd->bqhd", weights, v)
-  return mixed.reshape(batch, length, dim) @ layer["o"]
+  return mixed.reshape(*mixed.shape[:2], -1)
 
 
 def load_stories(folder: str | None = None) -> tuple[Any, Any, ScoredBPE]:

@@ -3,6 +3,9 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
+import numpy as np
+
 from jaxpruner import sparsity_distributions
 from jaxpruner.post_training.models import (
   cifar10_cnn,
@@ -33,6 +36,8 @@ class Model(NamedTuple):
   kind: str  # "text", "image" or "sentence"
   tokenizer: Any = None
   window: int = 0  # tokens it sees at once
+  # (rows, seed) -> token ids; of a model that knows only its own kind of text.
+  sample: Callable[[int, int], np.ndarray] | None = None
 
 
 class Entry(NamedTuple):
@@ -50,6 +55,17 @@ def _language(loader: Callable[..., Any], window: int):
     return Model(apply_fn, params, filter_fn, "text", tokenizer, window)
 
   return load
+
+
+def _stories(folder: str | None) -> Model:
+  model = _language(llama.load_stories, 256)(folder)
+  (config,) = model.apply_fn.args
+
+  def sample(rows: int, seed: int) -> np.ndarray:
+    key, window = jax.random.key(seed), model.window
+    return np.asarray(llama.sample(config, model.params, key, rows, window))
+
+  return model._replace(sample=sample)
 
 
 def _resnet50(folder: str | None) -> Model:
@@ -72,7 +88,7 @@ MODELS = {
   "stories15M": Entry(
     "Llama, 15.2 M weights, f32",
     llama.STORIES,
-    _language(llama.load_stories, 256),
+    _stories,
   ),
   "SmolLM2-135M": Entry(
     "SmolLM2-135M-Instruct, GGUF",
