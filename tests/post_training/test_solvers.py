@@ -6,9 +6,15 @@ import numpy as np
 import pytest
 
 from jaxpruner import post_training, sources
-from jaxpruner.post_training import _pattern, alps, models, obc, sparsegpt
+from jaxpruner.post_training import (
+  _pattern,
+  alps,
+  matrix,
+  models,
+  obc,
+  sparsegpt,
+)
 from jaxpruner.post_training.calibration import Statistics
-from jaxpruner.post_training.pruning import Settings, prune_matrix
 
 
 def layer(seed, inputs=192, outputs=48, tokens=700):
@@ -59,7 +65,9 @@ def test_wanda_ranks_within_each_output(n, m):
   square = jnp.asarray(np.diag(gram))[None]
   seen = Statistics(1, jnp.zeros_like(square), square)
   pattern = _pattern.Pattern(n, m)
-  new, mask = prune_matrix(w[None], seen, 0.5, pattern, Settings("wanda"))
+  new, mask = matrix.prune(
+    w[None], seen, 0.5, pattern, matrix.Settings("wanda")
+  )
   theirs, kept = reference.wanda(w, gram, 0.5, n, m)
   np.testing.assert_array_equal(np.asarray(mask[0]) != 0, kept)
   np.testing.assert_array_equal(new[0], theirs)
@@ -97,7 +105,7 @@ def test_methods_that_know_more_err_less():
   seen = Statistics(1, square, square, jnp.asarray(gram)[None])
   errors = {}
   for name in ("magnitude", "wanda", "sparsegpt", "alps"):
-    new, mask = prune_matrix(w[None], seen, 0.5, settings=Settings(name))
+    new, mask = matrix.prune(w[None], seen, 0.5, settings=matrix.Settings(name))
     errors[name] = error(w, new[0], gram)
     assert not np.asarray(new)[np.asarray(mask) == 0].any()
   order = sorted(errors, key=lambda name: errors[name])
@@ -152,7 +160,9 @@ def test_real_layers_follow_the_papers_too():
       assert other.mean() < 5e-4, f"{path} {n}:{m}: {other.sum()} differ"
       same = ~other.any(axis=0)
       close(np.asarray(new)[:, same], theirs[:, same])
-      new, mask = prune_matrix(w[None], found, 0.5, pattern, Settings("wanda"))
+      new, mask = matrix.prune(
+        w[None], found, 0.5, pattern, matrix.Settings("wanda")
+      )
       theirs, kept = reference.wanda(w, gram, 0.5, n, m)
       np.testing.assert_array_equal(np.asarray(mask[0]) != 0, kept)
       np.testing.assert_array_equal(new[0], theirs)

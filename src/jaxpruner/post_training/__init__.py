@@ -7,8 +7,8 @@ from jaxpruner import _on_use
 
 # name -> the module below jaxpruner.post_training that defines it
 _MODULES = {
-  "Layer": "pruning",
-  "Report": "pruning",
+  "Layer": "outcome",
+  "Report": "outcome",
   "Statistics": "calibration",
   "add_lora": "lora",
   "apply_lora": "lora",

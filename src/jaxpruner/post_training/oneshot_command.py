@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxpruner import sources, sparse
 from jaxpruner.compare import data
-from jaxpruner.post_training import evaluation, models, pruning, texts
+from jaxpruner.post_training import evaluation, matrix, models, pruning, texts
 from jaxpruner.post_training.models import resnet50
 from jaxpruner.sparse._table import size, table
 
@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   """Declare the options."""
   parser.add_argument("--model", required=True, choices=sorted(models.MODELS))
   parser.add_argument(
-    "--method", default="sparsegpt", choices=sorted(pruning.METHODS)
+    "--method", default="sparsegpt", choices=sorted(matrix.METHODS)
   )
   parser.add_argument(
     "--sparsity", type=float, help="fraction removed; N:M types imply it"

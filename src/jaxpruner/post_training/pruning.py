@@ -1,7 +1,6 @@
 """Prune a trained model on a few batches of data, without training."""
 
 import dataclasses
-import functools
 import hashlib
 import json
 import os
@@ -14,157 +13,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpruner import _tree, sparsity_distributions, spelling
+from jaxpruner import sparsity_distributions, spelling
 from jaxpruner.post_training import (
   _graph,
   _pattern,
   _stream,
-  alps,
   calibration,
-  obc,
+  matrix,
   owl,
-  sparsegpt,
 )
 from jaxpruner.post_training.calibration import ApplyFn, FilterFn, Statistics
+from jaxpruner.post_training.outcome import Layer, Report
 from jaxpruner.sparse import files
 from jaxpruner.sparsity_distributions import default_filter
-
-# Method -> the statistics it lives on.
-METHODS = {
-  "magnitude": "none",
-  "wanda": "square",
-  "sparsegpt": "gram",
-  "obc": "gram",
-  "alps": "gram",
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class Layer:
-  """What happened to one weight.
-
-  `error` is ‖x (w - w_dense)‖² / ‖x w_dense‖² on the calibration data; None if
-  the method saw no data.
-  """
-
-  name: str
-  shape: tuple[int, ...]
-  sparsity: float
-  error: float | None
-  seconds: float
-
-
-@dataclasses.dataclass(frozen=True)
-class Report:
-  """What `prune` did; `print(report)` shows it as a table."""
-
-  layers: tuple[Layer, ...]
-  skipped: Mapping[str, str]  # path of a weight left dense -> why
-  seconds: float
-
-  @property
-  def sparsity(self) -> float:
-    """The fraction removed of all pruned weights."""
-    sizes = [int(np.prod(layer.shape)) for layer in self.layers]
-    removed = [s * l.sparsity for s, l in zip(sizes, self.layers, strict=True)]
-    return sum(removed) / sum(sizes)
-
-  def __str__(self) -> str:
-    lines = [f"{'weight':40} {'shape':>16} {'sparsity':>8} {'error':>8}"]
-    for l in self.layers:
-      error = "" if l.error is None else f"{l.error:.4f}"
-      shape = "x".join(map(str, l.shape))
-      lines.append(f"{l.name:40} {shape:>16} {l.sparsity:8.2%} {error:>8}")
-    lines += [f"{name}: dense, {why}" for name, why in self.skipped.items()]
-    return "\n".join(lines)
-
-
-@dataclasses.dataclass(frozen=True)
-class Settings:
-  """How each layer is pruned; see `prune`."""
-
-  method: str = "sparsegpt"
-  damping: float = 0.01
-  block_size: int = 128
-  refine: int = 0
-
-  def __post_init__(self):
-    if self.method not in METHODS:
-      raise ValueError(
-        f"method={self.method!r} is unknown; "
-        f"{_tree.nearest(self.method, METHODS)}"
-      )
-    if not 0 <= self.damping < np.inf:
-      raise ValueError(f"damping={self.damping!r} must be at least 0")
-    if self.block_size < 1 or self.refine < 0:
-      raise ValueError(
-        f"block_size={self.block_size!r} must be at least 1, "
-        f"refine={self.refine!r} at least 0"
-      )
-
-  @property
-  def needs(self) -> str:
-    return "gram" if self.refine else METHODS[self.method]
-
-
-DEFAULT = Settings()
-
-
-def prune_matrix(
-  w: Any,
-  seen: Statistics | None,
-  sparsity: float,
-  pattern: _pattern.Pattern = _pattern.FREE,
-  settings: Settings = DEFAULT,
-) -> tuple[jax.Array, jax.Array]:
-  """Prune one weight, laid out as (groups, inputs, outputs).
-
-  Returns:
-    `(w, mask)`, float32 and uint8.
-  """
-  w = jnp.asarray(w, jnp.float32)
-  if settings.method in ("magnitude", "wanda"):
-    scores = jnp.abs(w)
-    if settings.method == "wanda":
-      assert seen is not None
-      # Wanda ranks the inputs of each output among themselves.
-      scores = scores * seen.norm[:, :, None]
-    mask = _mask(pattern, scores, sparsity, settings.method == "wanda")
-    new = jnp.where(mask, w, 0)
-  else:
-    assert seen is not None
-    damping = settings.damping
-    solve: Callable[..., Any] = {
-      "sparsegpt": functools.partial(
-        sparsegpt.prune, damping=damping, block_size=settings.block_size
-      ),
-      "obc": lambda *args: obc.prune(*args, damping),
-      "alps": lambda *args: alps.prune(*args, damping),
-    }[settings.method]
-    pairs = [
-      solve(w[g], seen.gram[g], sparsity, pattern) for g in range(len(w))
-    ]
-    new, mask = (jnp.stack(x) for x in zip(*pairs, strict=True))
-  if settings.refine:
-    assert seen is not None
-    fit = functools.partial(
-      alps.refine, damping=settings.damping, steps=settings.refine
-    )
-    new = jnp.stack(
-      [fit(new[g], mask[g], w[g], seen.gram[g]) for g in range(len(w))]
-    )
-  return new, mask
-
-
-@functools.partial(jax.jit, static_argnums=(0, 2, 3))
-def _mask(pattern, scores, sparsity, per_output):
-  return pattern.mask(scores, sparsity, per_output)
-
-
-@jax.jit
-def _error(change, w, gram):
-  size = lambda x: jnp.einsum("gio,gij,gjo->", x, gram, x)
-  return size(change) / jnp.maximum(size(w), 1e-30)
 
 
 def prune(
@@ -237,7 +98,7 @@ def prune(
     >>> int(masks["w"].sum()), report.sparsity
     (16, 0.5)
   """
-  settings = Settings(method, damping, block_size, refine)
+  settings = matrix.Settings(method, damping, block_size, refine)
   kind = spelling.parse_sparsity_type(sparsity_type)
   sparsity = getattr(kind, "sparsity", None) if sparsity is None else sparsity
   if sparsity is None:
@@ -378,10 +239,10 @@ class _Job:
     pattern = self._pattern(part)
     sparsity = self._targets[part.leaf]
     assert sparsity is not None
-    new, mask = prune_matrix(w, seen, sparsity, pattern, self._settings)
+    new, mask = matrix.prune(w, seen, sparsity, pattern, self._settings)
     error = None
     if seen is not None and seen.gram is not None:
-      error = float(_error(new - w, w, seen.gram))
+      error = float(matrix.error(new - w, w, seen.gram))
     if self._refit and part.bias is not None and seen is not None:
       lost = jnp.einsum("gi,gio->o", seen.mean, w - new)
       bias = self.leaves[part.bias]
