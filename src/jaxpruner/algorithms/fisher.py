@@ -147,11 +147,21 @@ class WoodFisherPruning(base_updater.BaseUpdater):
     # (blocks, N, B): F⁻¹ = 1/λ (I - Gᵀ (NλI + GGᵀ)⁻¹ G)
     g = flat.reshape(count, -1, block).swapaxes(0, 1) / jnp.sqrt(lam)
     gram = count * jnp.eye(count) + g @ g.swapaxes(1, 2)
-    factor = jnp.linalg.cholesky(gram)
-    half = jax.lax.linalg.triangular_solve(
-      factor, g, left_side=True, lower=True
-    )
-    inverse = (1 - jnp.sum(jnp.square(half), axis=1)).reshape(-1)[:size] / lam
+
+    # XLA's own factorisations of many small matrices are slow on CPU; one
+    # elimination of all blocks at once is a few fused passes.
+    def eliminate(r, carry):
+      rows, inverse = carry
+      row = rows[:, r]
+      pivot = row[:, r, None]
+      share = jnp.where(jnp.arange(count) > r, rows[:, :, r] / pivot, 0)
+      rows = rows - share[:, :, None] * row[:, None]
+      return rows, inverse - jnp.square(row[:, count:]) / pivot
+
+    rows = jnp.concatenate([gram, g], axis=-1)
+    start = rows, jnp.ones_like(g[:, 0])
+    _, inverse = jax.lax.fori_loop(0, count, eliminate, start)
+    inverse = inverse.reshape(-1)[:size] / lam
     return jnp.square(weight) / jnp.maximum(
       inverse.reshape(weight.shape), 1e-30
     )
