@@ -113,6 +113,31 @@ def test_the_step_counter_stays_shared_between_seeds():
   assert jaxpruner.find_state(carry.opt_state).count.shape == ()
 
 
+def test_grasp_looks_at_outputs_divided_by_its_temperature():
+  task, built, keys, data = parts("grasp")
+  carry = built.start(keys, data)
+  params = task.init(jax.random.fold_in(keys[0], 0))
+  batch_key, _ = jax.random.split(jax.random.fold_in(keys[0], 2))
+  batch = task.batches(data, batch_key, 0)
+
+  def flow(weights):  # |gradient|² of the loss at temperature 200
+    logp = jax.nn.log_softmax(task.apply(weights, batch["x"]) / 200)
+    picked = jnp.take_along_axis(logp, batch["y"][:, None], 1)
+    return -picked.mean()
+
+  gradient = jax.grad(flow)
+  free = jax.tree.map(lambda p: p.ndim > 1, params)  # biases stay dense
+  along = jax.tree.map(lambda g, f: g * f, gradient(params), free)
+  _, change = jax.jvp(gradient, (params,), (along,))
+  missed = jax.tree.map(lambda w, h: np.asarray(w * h), params, change)
+  missed = dict(jax.tree_util.tree_flatten_with_path(missed)[0])
+  masks = jax.tree_util.tree_flatten_with_path(carry.masks)[0]
+  kept = [missed[path][np.asarray(mask[0]) != 0] for path, mask in masks]
+  gone = [missed[path][np.asarray(mask[0]) == 0] for path, mask in masks]
+  least, most = np.concatenate(kept).min(), np.concatenate(gone).max()
+  np.testing.assert_array_less(most, least + 1e-5 * abs(least) + 1e-12)
+
+
 def test_the_small_dense_network_has_as_many_weights_as_the_sparse_one():
   for sparsity in (0.5, 0.8, 0.95):
     weights = 64 * 256 + 256 * 256 + 256 * 10

@@ -49,6 +49,9 @@ class PruneAtInit(
   batch: Any = None
   rounds: int = 1
 
+  # What the network's outputs should be divided by in the loss to bind.
+  temperature: ClassVar[float] = 1.0
+
   def __post_init__(self):
     super().__post_init__()
     if type(self.rounds) is not int or self.rounds < 1:
@@ -159,7 +162,13 @@ class GraSP(PruneAtInit):
 
   Without a weight, |∂L/∂w|² changes by -w · (H ∂L/∂w) to first order, H the
   Hessian; the weights with the highest such change are removed.
+
+  Bind a loss that divides the network's outputs by 200 (`temperature`), as the
+  authors' program does: at full scale the gradient flow is largest where the
+  network is most confidently wrong, and that is what would be kept.
   """
+
+  temperature: ClassVar[float] = 200.0
 
   category: ClassVar[base_updater.Category] = _category(
     "Wang et al., 2020", "one Hessian-vector product and one selection"

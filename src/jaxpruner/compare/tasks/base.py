@@ -1,5 +1,6 @@
 """What a task is: data, a network, a loss, batches and a metric."""
 
+import copy
 import dataclasses
 from typing import Any, ClassVar
 
@@ -75,6 +76,13 @@ class Task:
   def loss(self, params: PyTree, batch: PyTree, key: jax.Array) -> jax.Array:
     """Return the scalar to minimise."""
     raise NotImplementedError
+
+  def cooled(self, temperature: float) -> "Task":
+    """Return this task with the network's outputs divided by a temperature."""
+    task = copy.copy(self)
+    apply = lambda params, x: self.apply(params, x) / temperature
+    object.__setattr__(task, "apply", apply)  # frozen for users, not for us
+    return task
 
   def batches(self, data: PyTree, key: jax.Array, step: jax.Array) -> PyTree:
     """Return the batch of this step: a function of seed and step alone."""
