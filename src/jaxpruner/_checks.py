@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpruner import _tree, sparsity_schedules
+from jaxpruner import _moments, _tree, sparsity_schedules
 from jaxpruner._state import PyTree, SparseState, check_fit, check_seed
 
 
@@ -156,9 +156,7 @@ def say_if_moments_stay(
   """Warn of optimizer statistics that cannot be reset by weight."""
   if not updater.regrows:
     return
-  stay = _tree.unmatched_moments(
-    inner_state, params, _tree.align(params, masks)
-  )
+  stay = _moments.unmatched(inner_state, params, _tree.align(params, masks))
   if stay:
     warnings.warn(
       f"{type(updater).__name__}: the optimizer keeps shared statistics "

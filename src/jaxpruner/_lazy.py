@@ -12,6 +12,8 @@ import jax
 import jax.extend.core
 import jax.numpy as jnp
 
+from jaxpruner import _jaxprs
+
 # Cheap operations that keep the shape: worth repeating in every pass.
 _CHEAP = frozenset(
   "abs add and broadcast_in_dim convert_element_type copy div eq ge gt "
@@ -109,7 +111,4 @@ def _is_variable(atom: Any) -> bool:
 
 
 def _is_cheap(eqn: Any) -> bool:
-  name = eqn.primitive.name
-  if name in ("jit", "pjit"):
-    return all(_is_cheap(inner) for inner in eqn.params["jaxpr"].jaxpr.eqns)
-  return name in _CHEAP
+  return _jaxprs.consists_of(eqn, _CHEAP)

@@ -14,7 +14,8 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.extend import core
+
+from jaxpruner import _jaxprs
 
 
 class Recipe(NamedTuple):
@@ -55,7 +56,7 @@ def recipe(scores: Array | Callable[[], Array]) -> Recipe:
     closed = jax.make_jaxpr(scores)()
     (aval,) = closed.out_avals
     shape, dtype, inputs = aval.shape, aval.dtype, tuple(closed.consts)
-    score = lambda *inputs: _evaluate(closed.jaxpr, inputs)[0]
+    score = lambda *inputs: _jaxprs.evaluate(closed.jaxpr, inputs, (), _run)[0]
   else:
     scores = jnp.asarray(scores)
     shape, dtype, inputs = scores.shape, scores.dtype, (scores,)
@@ -72,31 +73,15 @@ def recipe(scores: Array | Callable[[], Array]) -> Recipe:
   return made
 
 
-def _evaluate(jaxpr, constants, *args) -> list[Array]:
-  """Evaluate a jaxpr, with the operations in `_BITWISE` replaced."""
-  values = dict(zip(jaxpr.constvars, constants, strict=True))
-  values |= zip(jaxpr.invars, args, strict=True)
-
-  def read(atom):
-    return atom.val if isinstance(atom, core.Literal) else values[atom]
-
-  for eqn in jaxpr.eqns:
-    inputs = [read(atom) for atom in eqn.invars]
-    name, dtype = eqn.primitive.name, eqn.outvars[0].aval.dtype
-    if name in ("jit", "pjit"):
-      inner = eqn.params["jaxpr"]
-      outputs = _evaluate(inner.jaxpr, inner.consts, *inputs)
-    elif jnp.dtype(dtype) in _BITWISE.get(name, ()):
-      outputs = [_RULES[name](*inputs)]
-    else:
-      params = eqn.primitive.get_bind_params(eqn.params)
-      # Older JAX returns functions to bind apart from the parameters.
-      first, params = params if isinstance(params, tuple) else ((), params)
-      outputs = eqn.primitive.bind(*first, *inputs, **params)
-      if not eqn.primitive.multiple_results:
-        outputs = [outputs]
-    values |= zip(eqn.outvars, outputs, strict=True)
-  return [read(atom) for atom in jaxpr.outvars]
+def _run(eqn, inputs) -> list[Array]:
+  """Run an operation of a score, or what replaces it."""
+  name, dtype = eqn.primitive.name, eqn.outvars[0].aval.dtype
+  if name in ("jit", "pjit"):
+    inner = eqn.params["jaxpr"]
+    return _jaxprs.evaluate(inner.jaxpr, inner.consts, inputs, _run)
+  if jnp.dtype(dtype) in _BITWISE.get(name, ()):
+    return [_RULES[name](*inputs)]
+  return _jaxprs.bind(eqn, inputs)
 
 
 def _bits(x) -> Array:

@@ -1,4 +1,4 @@
-"""Trees: names of leaves, maps that know `None`, optimizer-state surgery.
+"""Trees: names of leaves, maps that know `None`, patterns, sharding.
 
 `None` (or Optax's `MaskedNode`) in a tree of masks or sparsities means "this
 leaf stays dense". A bare `jax.tree.map` would drop it; the functions here align
@@ -13,7 +13,6 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 PyTree: TypeAlias = Any
@@ -175,74 +174,3 @@ def with_auto_axes(
   )
   run: Any = jax.sharding.auto_axes(fn, out_sharding=out)
   return run(*args)
-
-
-def pin_moments(
-  state: PyTree, fresh: PyTree, params: PyTree, keep: list[Any]
-) -> PyTree:
-  """Hold the optimizer state of pruned weights at its freshly made value.
-
-  A state leaf belongs to the parameter whose key path ends its own path and
-  whose shape it has (or has behind one leading memory axis). Where `keep` is
-  false the leaf takes the value of `fresh = inner.init(params)`: not zero,
-  because Adagrad starts at 0.1 and schedule-free at the parameter itself.
-  """
-  table = _moments_table(params, keep)
-
-  def pin(path, leaf, new):
-    param, kept = _owner(table, path)
-    if kept is None or not _per_weight(leaf, param):
-      return leaf
-    return jnp.where(kept, leaf, jnp.asarray(new, leaf.dtype))
-
-  return jax.tree_util.tree_map_with_path(pin, state, fresh)
-
-
-def unmatched_moments(
-  state: PyTree, params: PyTree, keep: list[Any]
-) -> list[str]:
-  """Name the state leaves that speak of pruned weights, but not one by one.
-
-  Factored statistics (the rows and columns of Adafactor and SM3) and flattened
-  ones are such: no entry belongs to one weight by its place, so none can be
-  made fresh when a weight grows.
-  """
-  table = _moments_table(params, keep)
-  pruned = {p: leaf for p, (leaf, kept) in table.items() if kept is not None}
-  size = sum(leaf.size for leaf in pruned.values())
-
-  def speaks_of_pruned(path, leaf) -> bool:
-    param, kept = _owner(table, path)
-    if param is not None:
-      return kept is not None and not _per_weight(leaf, param)
-    inside = any(
-      path[start : start + len(p)] == p
-      for p in pruned
-      for start in range(len(path) - len(p))
-    )
-    return inside or np.size(leaf) >= size
-
-  return [
-    join(path_names(path))
-    for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]
-    if np.size(leaf) > 1 and speaks_of_pruned(path, leaf)
-  ]
-
-
-def _moments_table(params: PyTree, keep: list[Any]) -> dict[Any, Any]:
-  leaves = jax.tree_util.tree_flatten_with_path(params)[0]
-  return {
-    path: (leaf, kept) for (path, leaf), kept in zip(leaves, keep, strict=True)
-  }
-
-
-def _owner(table: dict[Any, Any], path: tuple[Any, ...]) -> tuple[Any, Any]:
-  for start in range(len(path) + 1):
-    if path[start:] in table:
-      return table[path[start:]]
-  return None, None
-
-
-def _per_weight(leaf: Any, param: Any) -> bool:
-  shape = np.shape(leaf)
-  return shape == param.shape or shape[1:] == param.shape

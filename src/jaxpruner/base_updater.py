@@ -14,6 +14,7 @@ import optax
 from jaxpruner import (
   _checks,
   _lazy,
+  _moments,
   _tree,
   mask_calculator,
   sparsity_distributions,
@@ -306,23 +307,20 @@ class BaseUpdater:
       state = self.observe(state, params, updates)
       due = self.scheduler.is_mask_update_iter(state.count)
       state = self._update_if(due, state, params, updates)
-      new_updates, inner_state = inner.update(
-        self.prepare_gradients(updates, state, params),
-        state.inner_state,
-        params,
-        **extra,
-      )
-      if self.skip_gradients and due is not False:
+      grads = self.prepare_gradients(updates, state, params)
+      step = lambda old: inner.update(grads, old, params, **extra)
+      held = self.skip_gradients and due
+      if held is False and not self.regrows:
+        new_updates, inner_state = step(state.inner_state)
+      else:
+        keep = self._keepers(inner, state, params, held)
+        new_updates, inner_state = _moments.update(
+          step, state.inner_state, keep
+        )
+      if held is not False:
         new_updates = jax.tree.map(
-          lambda u: jnp.where(due, jnp.zeros_like(u), u), new_updates
+          lambda u: jnp.where(held, jnp.zeros_like(u), u), new_updates
         )
-        inner_state = jax.tree.map(
-          lambda new, old: jnp.where(due, old, new),
-          inner_state,
-          state.inner_state,
-        )
-      if self.regrows:
-        inner_state = self._pin_moments(inner, inner_state, state, params)
       new_updates = self.confine(new_updates, state, params)
       state = state._replace(
         inner_state=inner_state,
@@ -529,13 +527,14 @@ class BaseUpdater:
       targets,
     )
 
-  def _pin_moments(self, inner, inner_state, state, params) -> PyTree:
-    """Return the optimizer's state, that of pruned weights freshly made.
+  def _keepers(self, inner, state, params, held) -> list[Any]:
+    """Return how each leaf of the optimizer's state is stored.
 
-    Every step, in the pass that writes the moments anyway: a conditional reset
-    on growth would copy the whole optimizer state instead.
+    If weights regrow, that of pruned ones is made fresh every step, in the pass
+    that writes it anyway: a conditional reset on growth would copy the whole
+    state instead.
     """
-    keep: list[Any] = [
+    kept: list[Any] = [
       None if mask is None else self._unpack(mask, param)
       for param, mask in zip(
         jax.tree.leaves(params),
@@ -543,9 +542,11 @@ class BaseUpdater:
         strict=True,
       )
     ]
-    # Some moments start at the parameter: that of a pruned one is zero.
-    fresh = inner.init(self.apply_masks(params, state.masks))
-    return _tree.pin_moments(inner_state, fresh, params, keep)
+    fresh = None
+    if self.regrows:
+      # Some moments start at the parameter: that of a pruned one is zero.
+      fresh = inner.init(self.apply_masks(params, state.masks))
+    return _moments.keepers(state.inner_state, params, kept, fresh, held)
 
   def _held(self, params: PyTree, masks: Masks) -> tuple[list[Any], list[Any]]:
     """Return the prunable leaves and their masks."""
@@ -636,11 +637,22 @@ class BaseUpdater:
       return state
     arguments = jax.tree.leaves((state, params, grads))
 
-    def updated():
+    def updated(old):
+      for i, value in zip(changed, old, strict=True):
+        arguments[i] = value
       outs = jax.extend.core.jaxpr_as_fun(closed)(*arguments)
       return [outs[i] for i in changed]
 
-    new = jax.lax.cond(due, updated, lambda: [leaves[i] for i in changed])
+    # A loop of one turn or none: a conditional would copy masks that stay. In
+    # it a conditional, out of which nothing is moved to where it always runs.
+    _, new = jax.lax.while_loop(
+      lambda turn: turn[0],
+      lambda turn: (
+        jnp.zeros_like(turn[0]),
+        jax.lax.cond(turn[0], updated, lambda old: old, turn[1]),
+      ),
+      (due, [leaves[i] for i in changed]),
+    )
     for i, value in zip(changed, new, strict=True):
       leaves[i] = value
     return treedef.unflatten(leaves)
