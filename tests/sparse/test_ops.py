@@ -118,6 +118,34 @@ def test_gradients_equal_dense_at_kept_weights(format):
     close(jnp.where(mask, got, 0), jnp.where(mask, want_w, 0))
 
 
+@pytest.mark.parametrize("format", ["sell", "bitmask"])
+def test_forward_mode_equals_dense_alone_and_over_reverse(format):
+  dense = weight((264, 70))
+  packed = sparse.pack(dense, format=format)
+  moved = sparse.pack(jnp.where(dense != 0, 0.5 * dense + 1, 0), dense != 0,
+                      format=format)  # fmt: skip
+  x, x_dot = normal(9, 264), normal(9, 264)
+
+  def product(x, values):
+    return jnp.sin(x @ packed.with_values(values))
+
+  def dense_product(x, w):
+    return jnp.sin(x @ w)
+
+  point, moves = (x, packed.values), (x_dot, moved.values)
+  dense_point, dense_moves = (x, dense), (x_dot, moved.todense())
+  got = jax.jvp(product, point, moves)
+  want = jax.jvp(dense_product, dense_point, dense_moves)
+  close(got[0], want[0])
+  close(got[1], want[1])
+
+  def slope(f):
+    return jax.grad(lambda x, w: f(x, w).sum())
+
+  got = jax.jvp(slope(product), point, moves)[1]
+  close(got, jax.jvp(slope(dense_product), dense_point, dense_moves)[1])
+
+
 def test_second_use_in_a_chain_has_the_right_gradient():
   dense = weight((20, 20))
   packed = sparse.pack(dense)

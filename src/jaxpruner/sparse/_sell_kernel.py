@@ -59,6 +59,7 @@ AHEAD = 96
 # blocks from the first cache level, a tile's weights all the panels from the
 # second.
 MAX_PANELS, MAX_BLOCKS = 4, 4
+TASKS_PER_THREAD = 4
 
 SMALL_LANES, MEDIUM_LANES, LARGE_LANES = SMALL[2], MEDIUM[2], LARGE[2]
 _small, _small_half = (_simd.axpy(*SMALL, bf16) for bf16 in (False, True))
@@ -75,7 +76,7 @@ def scratch_size(batch: int, rows: int, cols: int) -> int:
 
 
 @jit
-def _tile(job, tile, panel, sums):
+def _tile(job, tile, panel, sums, fetch):
   """Add one tile's contribution to the sums of one block, `bw` at a time."""
   bw, size, block = field(job, BW), field(job, SIZE), field(job, BLOCK)
   half = size == 2
@@ -87,7 +88,7 @@ def _tile(job, tile, panel, sums):
   first = tile % field(job, TILES) == 0
   for _ in range(block // LANES):
     count = int(read_u16(counts + 2 * (LANES - 1)))
-    for slot in range(count):
+    for slot in range(count if fetch else 0):
       prefetch(values + size * LANES * (AHEAD + slot))
       if slot & 3 == 0:
         prefetch(indices + LANES * (AHEAD + slot))
@@ -188,7 +189,9 @@ def _blocks(job, panels, first, last, begin, end, scratch):
       panel = panels + 4 * ((p - first) * tiles + t) * TILE * bw
       for group in range(begin, end):
         at = (p - first) * (end - begin) + group - begin
-        _tile(job, group * tiles + t, panel, scratch + 4 * at * block * bw)
+        sums = scratch + 4 * at * block * bw
+        # The first panel brings a tile's weights into cache for the others.
+        _tile(job, group * tiles + t, panel, sums, p == first)
   for p in range(first, last):
     for group in range(begin, end):
       at = (p - first) * (end - begin) + group - begin
@@ -255,6 +258,11 @@ _task_address = _pool.symbol(TASK_SYMBOL)
 
 
 @jit
+def _tasks(groups, step, panels, per_task):
+  return (groups + step - 1) // step * ((panels + per_task - 1) // per_task)
+
+
+@jit
 def _multiply(frame):
   """Cut the work into tasks and share it."""
   if _pool.size(_pool.result(frame, 0)) == 0:
@@ -267,18 +275,22 @@ def _multiply(frame):
   threads = _panels.num_threads(frame, batch)
   panels = (batch + bw - 1) // bw
   per_task = min(panels, MAX_PANELS)
-  chunks = (panels + per_task - 1) // per_task
   step = MAX_BLOCKS
-  if bw > 1 and chunks >= 2 * threads:
+  # Enough tasks that no thread idles while another finishes a long one.
+  enough = 1 if threads == 1 else TASKS_PER_THREAD * threads
+  if bw > 1 and panels >= 2 * enough:
     # A large batch: each task packs its own panels, which stay in its cache.
-    packs, tasks = 0, chunks
+    per_task = min(per_task, panels // enough)
+    packs, tasks = 0, (panels + per_task - 1) // per_task
   else:
-    # A small one: all share the panels, and the blocks are dealt out; enough
-    # of them that no thread idles while another finishes a long one.
-    while step > 1 and (groups + step - 1) // step * chunks < 4 * threads:
+    # A small one: all share the panels, and the blocks are dealt out, then
+    # the panels.
+    while step > 1 and _tasks(groups, step, panels, per_task) < enough:
       step //= 2
+    while per_task > 1 and _tasks(groups, step, panels, per_task) < enough:
+      per_task //= 2
     packs = 0 if bw == 1 else panels * tiles
-    tasks = (groups + step - 1) // step * chunks
+    tasks = _tasks(groups, step, panels, per_task)
   set_field(job, PACKS, packs)
   set_field(job, STEP, step)
   set_field(job, PANELS, per_task)

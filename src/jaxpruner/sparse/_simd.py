@@ -7,14 +7,24 @@ Addresses are plain int64.
 """
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import llvmlite.binding as llvm
 from llvmlite import ir
 from numba import extending
-from numba.core import cgutils, types
+from numba.core import cgutils, config, types
 
-_FEATURES = llvm.get_host_cpu_features()
+
+def _features() -> Mapping[str, bool]:
+  """Return what the code may use: Numba's own setting, or all there is."""
+  chosen = config.CPU_FEATURES
+  if not chosen:
+    return llvm.get_host_cpu_features()
+  return {name[1:]: name[0] == "+" for name in chosen.split(",")}
+
+
+_FEATURES = _features()
 AVX512 = bool(_FEATURES.get("avx512f"))
 _AVX2 = bool(_FEATURES.get("avx2"))
 WIDTH = 16 if AVX512 else 8 if _FEATURES.get("avx") else 4

@@ -1,15 +1,16 @@
-"""x @ w inside `jit` for formats with a kernel: gradients, batching, export."""
+"""x @ w inside `jit` for formats with a kernel: derivatives, vmap, export."""
 
 import ctypes
 import functools
 import importlib
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend import core
+from jax.interpreters import ad, batching, mlir
 
 from jaxpruner.sparse.formats import SparseMatrix
 
@@ -87,61 +88,88 @@ def _kernel_product(
   return call(x, *jax.tree_util.tree_leaves(w))[0]
 
 
-def _batched(back: bool) -> Callable[[jax.Array, SparseMatrix], jax.Array]:
-  """Make x @ w, or x @ w.T, with a rule for vmap."""
-
-  @jax.custom_batching.custom_vmap
-  def call(x, w):
-    kernel = f"{w.name}_back" if back else w.name
-    if kernel not in KERNELS or load(kernel) is None:
-      return _dense_product(x, w, back)
-    # One program for all platforms: it exports to those without the kernel.
-    return jax.lax.platform_dependent(
-      x,
-      w,
-      cpu=functools.partial(_kernel_product, kernel=kernel, back=back),
-      default=functools.partial(_dense_product, back=back),
-    )
-
-  @call.def_vmap
-  def rule(axis_size, in_batched, x, w):
-    x_batched, w_batched = in_batched
-    if not any(jax.tree_util.tree_leaves(w_batched)):
-      return call(x, w), True
-
-    def pick(leaf, batched, i):
-      return leaf[i] if batched else leaf
-
-    def one(i):
-      weight = jax.tree_util.tree_map(lambda a, b: pick(a, b, i), w, w_batched)
-      return call(pick(x, x_batched, i), weight)
-
-    return jax.lax.map(one, jnp.arange(axis_size)), True
-
-  return call
-
-
-_forward_call, _back_call = _batched(back=False), _batched(back=True)
-
-
-@jax.custom_vjp
-def _product(x: jax.Array, w: SparseMatrix) -> jax.Array:
-  return _forward_call(x, w)
-
-
-def _forward(x, w):
-  return _forward_call(x, w), (x, w)
-
-
-def _backward(residuals, g):
-  x, w = residuals
-  zeros = jax.tree_util.tree_map(
-    lambda a: np.zeros(a.shape, jax.dtypes.float0), w
+def _run(x: jax.Array, *arrays: jax.Array, form: Any, back: bool) -> jax.Array:
+  """Multiply by machine code where there is some, else by a decoded weight."""
+  w = form.unflatten(arrays)
+  kernel = f"{w.name}_back" if back else w.name
+  if kernel not in KERNELS or load(kernel) is None:
+    return _dense_product(x, w, back)
+  # One program for all platforms: it exports to those without the kernel.
+  return jax.lax.platform_dependent(
+    x,
+    w,
+    cpu=functools.partial(_kernel_product, kernel=kernel, back=back),
+    default=functools.partial(_dense_product, back=back),
   )
-  rows, cols = w.shape
-  outer = x.reshape(-1, rows).T @ g.reshape(-1, cols)
-  values = w.gather(outer).astype(w.dtype)
-  return _back_call(g, w), zeros.with_values(values)
 
 
-_product.defvjp(_forward, _backward)
+# A primitive of our own, not custom_vjp: that one knows no forward mode.
+_product_p = core.Primitive("jaxpruner_product")
+_product_p.def_impl(jax.jit(_run, static_argnames=("form", "back")))
+
+
+def _product(x: jax.Array, w: SparseMatrix, back: bool = False) -> jax.Array:
+  """Return x @ w, or x @ w.T: linear in x and in the values of w."""
+  arrays, form = jax.tree_util.tree_flatten(w)
+  return _product_p.bind(x, *arrays, form=form, back=back)
+
+
+def _shape(x, *arrays, form, back):
+  w = form.unflatten(arrays)
+  return jax.core.ShapedArray((*x.shape[:-1], w.shape[not back]), x.dtype)
+
+
+def _jvp(primals, tangents, *, form, back):
+  (x, *arrays), (x_dot, *dots) = primals, tangents
+  w, values = form.unflatten(arrays), form.unflatten(dots).values
+  parts = []
+  if type(x_dot) is not ad.Zero:
+    parts.append(_product(x_dot, w, back))
+  if type(values) is not ad.Zero:
+    parts.append(_product(x, w.with_values(values), back))
+  y = _product(x, w, back)
+  zero = ad.Zero(jax.typeof(y).to_tangent_aval())
+  return y, functools.reduce(ad.add_tangents, parts, zero)
+
+
+def _transpose(g, x, *arrays, form, back):
+  w = form.unflatten(arrays)
+  if ad.is_undefined_primal(x):
+    return _product(g, w, not back), *[None] * len(arrays)
+  rows, cols = x.reshape(-1, x.shape[-1]), g.reshape(-1, g.shape[-1])
+  outer = cols.T @ rows if back else rows.T @ cols
+  # The indices are known, and only they say where the gradient is gathered.
+  dtype = w.values.aval.dtype
+  values = w.with_values(jnp.zeros(w.values.aval.shape, dtype)).gather(outer)
+  nothing = form.unflatten([None] * len(arrays))
+  cotangents = nothing.with_values(values.astype(dtype))
+  return None, *jax.tree_util.tree_leaves(cotangents, is_leaf=_is_none)
+
+
+def _vmap(operands, axes, *, form, back):
+  x, *arrays = operands
+  if all(axis is None for axis in axes[1:]):
+    x = jnp.moveaxis(x, axes[0], 0)
+    return _product_p.bind(x, *arrays, form=form, back=back), 0
+
+  def one(i):
+    parts = [
+      a if axis is None else jnp.take(a, i, axis=axis)
+      for a, axis in zip(operands, axes, strict=True)
+    ]
+    return _product_p.bind(*parts, form=form, back=back)
+
+  pairs = zip(operands, axes, strict=True)
+  length = next(a.shape[d] for a, d in pairs if d is not None)
+  return jax.lax.map(one, jnp.arange(length)), 0
+
+
+def _is_none(value: Any) -> bool:
+  return value is None
+
+
+_product_p.def_abstract_eval(_shape)
+ad.primitive_jvps[_product_p] = _jvp
+ad.primitive_transposes[_product_p] = _transpose
+batching.primitive_batchers[_product_p] = _vmap
+mlir.register_lowering(_product_p, mlir.lower_fun(_run, multiple_results=False))
