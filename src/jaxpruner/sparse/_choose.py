@@ -73,7 +73,7 @@ def candidates(kept: np.ndarray, batch: int) -> dict[str, dict[str, Any]]:
     if stored <= 0.6 and density >= 0.7 * stored and stored < 0.9 * inner:
       found["block"] = {"block_shape": (size, size)}
       break
-  if density <= 0.45:
+  if density <= 0.55:
     found["sell"] = {}
   if 0.15 <= density <= 0.75 and batch <= format_bitmask.MAX_BATCH:
     found["bitmask"] = {}

@@ -76,7 +76,7 @@ def scratch_size(batch: int, rows: int, cols: int) -> int:
 
 
 @jit
-def _tile(job, tile, panel, sums, fetch):
+def _tile(job, tile, panel, sums):
   """Add one tile's contribution to the sums of one block, `bw` at a time."""
   bw, size, block = field(job, BW), field(job, SIZE), field(job, BLOCK)
   half = size == 2
@@ -88,7 +88,8 @@ def _tile(job, tile, panel, sums, fetch):
   first = tile % field(job, TILES) == 0
   for _ in range(block // LANES):
     count = int(read_u16(counts + 2 * (LANES - 1)))
-    for slot in range(count if fetch else 0):
+    # Wide panels take so long per slot that the hardware fetches in time.
+    for slot in range(0 if bw == LARGE_BW else count):
       prefetch(values + size * LANES * (AHEAD + slot))
       if slot & 3 == 0:
         prefetch(indices + LANES * (AHEAD + slot))
@@ -190,8 +191,7 @@ def _blocks(job, panels, first, last, begin, end, scratch):
       for group in range(begin, end):
         at = (p - first) * (end - begin) + group - begin
         sums = scratch + 4 * at * block * bw
-        # The first panel brings a tile's weights into cache for the others.
-        _tile(job, group * tiles + t, panel, sums, p == first)
+        _tile(job, group * tiles + t, panel, sums)
   for p in range(first, last):
     for group in range(begin, end):
       at = (p - first) * (end - begin) + group - begin

@@ -18,7 +18,7 @@ from numba.core import cgutils, config, types
 
 def _features() -> Mapping[str, bool]:
   """Return what the code may use: Numba's own setting, or all there is."""
-  chosen = config.CPU_FEATURES
+  chosen = getattr(config, "CPU_FEATURES", None)
   if not chosen:
     return llvm.get_host_cpu_features()
   return {name[1:]: name[0] == "+" for name in chosen.split(",")}

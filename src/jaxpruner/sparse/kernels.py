@@ -116,7 +116,7 @@ def _product(x: jax.Array, w: SparseMatrix, back: bool = False) -> jax.Array:
 
 def _shape(x, *arrays, form, back):
   w = form.unflatten(arrays)
-  return jax.core.ShapedArray((*x.shape[:-1], w.shape[not back]), x.dtype)
+  return x.update(shape=(*x.shape[:-1], w.shape[not back]))
 
 
 def _jvp(primals, tangents, *, form, back):
