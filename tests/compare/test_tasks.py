@@ -9,7 +9,12 @@ import pytest
 
 from jaxpruner import report
 from jaxpruner.compare import layers, tasks
-from jaxpruner.compare.tasks import base, fed_fashion, t5_spans
+from jaxpruner.compare.tasks import (
+  base,
+  dqn_mspacman,
+  fed_fashion,
+  t5_spans,
+)
 
 shape = jax.ShapeDtypeStruct
 IMAGES = {
@@ -169,3 +174,14 @@ def test_attention_cannot_see_the_future():
   after = layers.block(params, changed, 2, causal=True)
   np.testing.assert_allclose(before[0, :3], after[0, :3], rtol=1e-5)
   assert not np.allclose(before[0, 3:], after[0, 3:])
+
+
+def test_ms_pacman_is_judged_by_the_points_of_the_game():
+  pytest.importorskip("ale_py")
+  number, n = jnp.int32(77), 2
+  dqn_mspacman._reset(number, n)
+  rewards = [
+    np.asarray(dqn_mspacman._step(number, jnp.full(n, t // 15 % 9))[1])
+    for t in range(120)
+  ]
+  assert np.max(rewards) >= 10  # a pellet

@@ -7,6 +7,8 @@ Model: Mnih et al. (2015): convolutions 8 x 8 / 4, 4 x 4 / 2, 3 x 3 / 1 with 32,
 Command: `jaxpruner compare --task dqn-mspacman --sparsity 0.98 --seeds 5`.
 The paper trains for 40 M frames; the default here is 5,000 updates, enough to
 see that training works, not to play well: pass --steps.
+Number: mean return 219 dense, 169 by magnitude at 98 % (one seed) after 200
+updates, too few to mean much; two minutes a cell on a busy core.
 """
 
 import dataclasses
@@ -111,8 +113,9 @@ def _reset(number: jax.Array, n: int) -> jax.Array:
       AtariVectorEnv,
     )
 
-    # One life ends an episode only at the end of the game.
-    env = AtariVectorEnv(game="ms_pacman", num_envs=n)
+    # An episode is a game of several lives. Training clips rewards itself;
+    # judged are the points of the game.
+    env = AtariVectorEnv(game="ms_pacman", num_envs=n, reward_clipping=False)
     _EMULATORS[int(number)] = env
     seen, _ = env.reset(seed=int(number) % 2**20)
     return _frames(seen)

@@ -5,6 +5,8 @@ every tenth speech is held out.
 Model: the transformer of `sotu`. Each round 8 presidents take 5 SGD steps; the
 server applies Adam to their mean change and prunes as in `fed-fashion`.
 Command: `jaxpruner compare --task fed-sotu --sparsity 0.8`.
+Number: dense 4.68, magnitude at 80 % 4.92 bits per byte after 20 of the 300
+rounds (one seed), two minutes a cell on a busy core.
 """
 
 import dataclasses

@@ -8,7 +8,8 @@ out; 0.46 M weights; ERK, embeddings dense.
 Command: `jaxpruner compare --task sotu --sparsity 0.8`.
 Number: dense 3.55, magnitude at 80 % 3.58 bits per byte after 200 of the 1,000
 steps (3 seeds); the twelve cells of that table took 17 minutes on two busy
-cores.
+cores. `enwik8` (width 192): dense 4.36, magnitude at 80 % 4.43 after 100 of the
+3,000 steps (one seed), about a minute a cell.
 """
 
 import dataclasses

@@ -6,6 +6,8 @@ writes them (Raffel et al., 2020; the paper's T5 setting in small).
 Model: encoder and decoder of 2 blocks, width 96, 4 heads; ERK, embeddings
 dense.
 Command: `jaxpruner compare --task t5-spans --sparsity 0.8`.
+Number: dense 4.21, magnitude at 80 % 4.24 bits per byte after 100 of the 1,000
+steps (one seed), about a minute a cell on a busy core.
 """
 
 import dataclasses
