@@ -182,7 +182,7 @@ def accelerate(
   times = timer({
     "dense": lambda: dense(*inputs), "sparse": lambda: fast(*inputs)
   })  # fmt: skip
-  if times["sparse"] > times["dense"]:
+  if _choose.fastest(times) == "dense":
     layers = [
       dataclasses.replace(l, format="dense", bytes=l.dense_bytes)
       for l in layers
