@@ -1,17 +1,25 @@
-"""What a pruner adds to a training step, and to compiling it.
+"""What a pruner adds to a training step, to compiling it, and to its memory.
 
-  python benchmarks/step.py               (about 10 minutes)
-  python benchmarks/step.py --only vit    (one model)
+  python benchmarks/step.py                       (about 20 minutes)
+  python benchmarks/step.py --only vit conv       (some parts)
+  python benchmarks/step.py --only compile --algorithms rigl --layers 5
 
 Sparse and dense steps (jitted, donated, Adam) run in turns in one process; a
-ratio is that of the medians. Compile time is tracing, lowering and compiling,
-without a cache.
+ratio is that of the medians. Compile time is the processor's for tracing,
+lowering and compiling, without a cache. Memory is the peak of a fresh process
+while it trains. Rows that are measured replace those of
+`docs/results/step.json`; the page is written anew from all of them.
 """
 
 import argparse
+import ctypes
 import functools
 import json
 import os
+import pathlib
+import re
+import subprocess
+import sys
 import time
 
 import jax
@@ -32,6 +40,7 @@ ALGORITHMS = [
   "static_sparse",
   "set",
   "rigl",
+  "magnitude packed",
 ]
 UPDATE = 1000  # masks change at every multiple of this step
 
@@ -117,10 +126,19 @@ def mlp(rng, width=2048, layers=3):
   return params, forward, lambda batch: (batch, width)
 
 
-MODELS = {"vit": (vit, 16), "conv": (conv, 16), "mlp": (mlp, 8)}
+MODELS = {
+  "vit": (vit, 16),
+  "vit, batch 2": (vit, 2),
+  "conv": (conv, 16),
+  "mlp": (mlp, 8),
+}
+PARTS = [*MODELS, "compile", "memory"]
+RECORD = page.RESULTS / "step.json"
 
 
 def updater(name: str, **options):
+  if name.endswith(" packed"):
+    return updater(name.removesuffix(" packed"), use_packed_masks=True)
   config = dict(
     algorithm=name,
     dist_type="uniform",
@@ -159,11 +177,9 @@ class Runner:
     self.params = jax.tree.map(jnp.array, params)
     self.state = jax.jit(self.tx.init)(self.params)
     self.x = x
-    start = time.perf_counter()
-    lowered = step.lower(self.params, self.state, x)
-    self.lower_seconds = time.perf_counter() - start
-    self.step = lowered.compile()
-    self.compile_seconds = time.perf_counter() - start
+    start = time.process_time()
+    self.step = step.lower(self.params, self.state, x).compile()
+    self.compile_seconds = time.process_time() - start
     self.sparse = pruner is not None
 
   def at(self, count: int):
@@ -177,7 +193,7 @@ class Runner:
     return value
 
 
-def overhead(model: str, algorithms, repeats: int = 9, **options) -> list[dict]:
+def overhead(model: str, algorithms, repeats: int) -> list[dict]:
   build, batch = MODELS[model]
   params, forward, shape = build(np.random.default_rng(0))
   x = jnp.asarray(
@@ -186,7 +202,7 @@ def overhead(model: str, algorithms, repeats: int = 9, **options) -> list[dict]:
   dense = Runner(params, forward, None, x)
   rows = []
   for name in algorithms:
-    sparse = Runner(params, forward, updater(name, **options), x)
+    sparse = Runner(params, forward, updater(name), x)
     times: dict[str, list[float]] = {"dense": [], "rest": [], "update": []}
     for turn in range(repeats + 1):
       for key, run, count in (
@@ -203,9 +219,9 @@ def overhead(model: str, algorithms, repeats: int = 9, **options) -> list[dict]:
           times[key].append(time.perf_counter() - start)
     median = {key: float(np.median(value)) for key, value in times.items()}
     row = {
-      "model": model,
+      "model": model.split(",")[0],
       "batch": batch,
-      "algorithm": name + " (packed)" * bool(options),
+      "algorithm": name,
       "dense ms": 1e3 * median["dense"],
       "step": median["rest"] / median["dense"],
       "update step": median["update"] / median["dense"],
@@ -221,6 +237,7 @@ def compile_times(layers: int, algorithms) -> list[dict]:
   params, forward, shape = build(np.random.default_rng(0))
   x = jnp.zeros(shape(2))
   Runner(params, forward, None, x)  # what only the first program pays for
+  kernels = lambda run: len(re.findall(r" fusion\(", run.step.as_text()))
   rows = []
   for name in algorithms:
     jax.clear_caches()
@@ -232,57 +249,209 @@ def compile_times(layers: int, algorithms) -> list[dict]:
       "algorithm": name,
       "dense s": dense.compile_seconds,
       "ratio": sparse.compile_seconds / dense.compile_seconds,
-      "lower s": sparse.lower_seconds,
-      "dense lower s": dense.lower_seconds,
+      "dense kernels": kernels(dense),
+      "kernels": kernels(sparse),
     }
     rows.append(row)
     print(json.dumps(row), flush=True)
   return rows
 
 
+def memory(algorithms) -> list[dict]:
+  """Peaks of fresh processes that train the MLP, beyond the dense one's."""
+
+  def peak(name: str) -> int:
+    command = [sys.executable, __file__, "--peak", name]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return int(done.stdout.split()[-1])
+
+  weights = sum(w.size for w in jax.tree.leaves(mlp(np.random)[0]))
+  dense = peak("dense")
+  rows = []
+  for name in algorithms:
+    row = {
+      "algorithm": name,
+      "dense bytes/weight": dense / weights,
+      "more bytes/weight": (peak(name) - dense) / weights,
+    }
+    rows.append(row)
+    print(json.dumps(row), flush=True)
+  return rows
+
+
+def print_peak(name: str) -> None:
+  """Print the peak while steps run, by how much it tops an empty process."""
+
+  def status(key: str) -> int:
+    text = pathlib.Path("/proc/self/status").read_text()
+    return 1024 * int(text.split(key + ":")[1].split()[0])
+
+  empty = status("VmRSS")
+  params, forward, shape = mlp(np.random.default_rng(0))
+  pruner = None if name == "dense" else updater(name)
+  run = Runner(params, forward, pruner, jnp.ones(shape(8)))
+  del params
+  # What compiling took is none of the step's: give it back, and forget it.
+  ctypes.CDLL("libc.so.6").malloc_trim(0)
+  pathlib.Path("/proc/self/clear_refs").write_text("5")
+  for count in (UPDATE + 1, UPDATE * 50):
+    run.at(count)
+    jax.block_until_ready((run(), run.params, run.state))
+  print(status("VmHWM") - empty)
+
+
+KEYS = {
+  "step": ("model", "batch", "algorithm"),
+  "compile": ("leaves", "algorithm"),
+  "memory": ("algorithm",),
+}
+
+
+def merge(old: list[dict], new: list[dict], keys) -> list[dict]:
+  """Rows of both in the order of the algorithms; new ones win."""
+  table = {tuple(row[k] for k in keys): row for row in [*old, *new]}
+  models = [model.split(",")[0] for model in MODELS]
+
+  def place(row):
+    model = models.index(row["model"]) if "model" in row else 0
+    size = -row["batch"] if "batch" in row else row.get("leaves", 0)
+    return model, size, ALGORITHMS.index(row["algorithm"])
+
+  return sorted(table.values(), key=place)
+
+
+READING = """`step` leaves the masks alone, `update step` changes them.
+`no_prune` is the dense program: its distance from 1 is the noise of a machine
+with two cores. Goals: a step 1.02 (packed masks 1.03, straight-through 1.05 at
+batch 16 and 1.25 at batch 2), an update step 1.3 for methods that score, and
+for SET and RigL 1.3 on the transformer and 4 on the MLP.
+
+A step that leaves the masks alone reads them once more and writes nothing more:
+masks pass through a loop of no turn, which, unlike a conditional, copies
+nothing; the optimizer goes on from its moments as they are stored, so that XLA
+overwrites them in place; and packed bits are unpacked in the pass that applies
+them. The MLP at batch 8 is the hardest case: its step is little more than one
+reading and writing of weights, gradients and moments, 44 bytes per weight. A
+selection reads the scores five to seven times, to bracket, count, find ties,
+check for infinities and write. So an update step there costs as many passes
+more: 4 bytes each for |w|, 8 for |w·g|, and for random numbers, which are drawn
+anew in every pass rather than stored, some twenty integer operations."""
+
+COMPILING = """Seconds of processor time for tracing, lowering and compiling,
+without a cache, one after the other in a warm process; one leaf in three is
+pruned. Kernels are the fusions of the compiled program. Goals: 1.5 at 60
+leaves, 2 at 300.
+
+One loop visits the pieces of all leaves, so a search is compiled once, not once
+per leaf. What is left is proportional to the kernels, as the table shows. A
+profile of compiling a magnitude step of 60 leaves gives LLVM half of the time,
+emitting fusions a third, passes over the program a twelfth: only fewer kernels
+make it shorter. Each pruned leaf adds those that fetch a piece (once to count,
+once to write), write its mask out, look for what is not finite, and count the
+mask; the search itself has about sixty. Methods that drop and grow have all of
+these twice."""
+
+MEMORY = """The peak of a fresh process over a step and an update step of the
+MLP, beyond that of the dense step, in bytes per weight. A mask takes 1 (packed,
+an eighth), and an update step holds old and new ones. Where scores use
+gradients, those of all leaves are alive at once."""
+
+
 def sections(results: dict) -> list[str]:
-  head = ["model", "batch", "algorithm", "dense ms", "step", "update step"]
+  number = lambda value: f"{value:.2f}"
+  out = ["## Sparse ÷ dense training step", READING]
+  head = ["model", "batch", "algorithm", "dense, ms", "step", "update step"]
   rows = [
-    [r["model"], str(r["batch"]), r["algorithm"], f"{r['dense ms']:.1f}"]
-    + [f"{r[key]:.2f}" for key in ("step", "update step")]
+    [r["model"], str(r["batch"]), r["algorithm"], f"{r['dense ms']:.0f}"]
+    + [number(r[key]) for key in ("step", "update step")]
     for r in results["step"]
   ]
-  out = ["## Sparse ÷ dense training step", page.table(head, rows)]
-  head = ["leaves", "algorithm", "dense s", "sparse ÷ dense"]
+  out += [page.table(head, rows), "![Ratios](step.png)"]
+  head = ["leaves", "algorithm", "dense, s", "sparse ÷ dense", "kernels"]
+  head += ["kernels, dense"]
   rows = [
-    [
-      str(r["leaves"]),
-      r["algorithm"],
-      f"{r['dense s']:.1f}",
-      f"{r['ratio']:.2f}",
-    ]
+    [str(r["leaves"]), r["algorithm"], f"{r['dense s']:.1f}"]
+    + [number(r["ratio"]), str(r["kernels"]), str(r["dense kernels"])]
     for r in results["compile"]
   ]
-  return [*out, "## Compile time", page.table(head, rows)]
+  out += ["## Compile time", COMPILING, page.table(head, rows)]
+  head = ["algorithm", "dense", "more"]
+  rows = [
+    [r["algorithm"]]
+    + [f"{r[key]:.1f}" for key in ("dense bytes/weight", "more bytes/weight")]
+    for r in results["memory"]
+  ]
+  return [*out, "## Peak memory", MEMORY, page.table(head, rows)]
+
+
+def plot(results: dict) -> None:
+  import matplotlib
+
+  matplotlib.use("agg")
+  import matplotlib.pyplot as plt
+
+  cases = {(r["model"], r["batch"]): [] for r in results["step"]}
+  for row in results["step"]:
+    cases[row["model"], row["batch"]].append(row)
+  figure, every = plt.subplots(
+    1, len(cases), figsize=(3 * len(cases), 4), sharey=True, squeeze=False
+  )
+  for axes, ((model, batch), rows) in zip(every[0], cases.items(), strict=True):
+    places = [ALGORITHMS.index(r["algorithm"]) for r in rows]
+    for key, mark in (("step", "o"), ("update step", "s")):
+      axes.plot([r[key] for r in rows], places, mark, label=key)
+    axes.axvline(1, color="black", linewidth=0.5)
+    axes.set(title=f"{model}, batch {batch}", xlabel="÷ dense", xscale="log")
+    axes.set_xticks([1, 1.5, 2, 3, 5], ["1", "1.5", "2", "3", "5"])
+    axes.set_xticks([], minor=True)
+    axes.set_xlim(0.7, 6)
+    axes.set_yticks(range(len(ALGORITHMS)), ALGORITHMS)
+    axes.set_ylim(len(ALGORITHMS) - 0.5, -0.5)
+    axes.grid(axis="y", linewidth=0.3)
+  every[0, 0].legend(fontsize="small")
+  figure.tight_layout()
+  target = page.RESULTS / "step.png"
+  figure.savefig(target.with_suffix(".tmp.png"), dpi=120)
+  os.replace(target.with_suffix(".tmp.png"), target)
 
 
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__)
-  parser.add_argument("--only", choices=[*MODELS, "compile"])
+  parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
   parser.add_argument("--algorithms", nargs="+", default=ALGORITHMS)
   parser.add_argument("--layers", nargs="+", type=int, default=[5, 25])
+  parser.add_argument("--repeats", type=int, default=9)
+  parser.add_argument("--peak", help=argparse.SUPPRESS)
   options = parser.parse_args()
+  if options.peak:
+    print_peak(options.peak)
+    return
   start = time.perf_counter()
-  results: dict[str, list] = {"step": [], "compile": []}
-  for model in MODELS:
-    if options.only in (None, model):
-      results["step"] += overhead(model, options.algorithms)
-      results["step"] += overhead(model, ["magnitude"], use_packed_masks=True)
-  if options.only in (None, "compile"):
-    for layers in options.layers:
-      picked = [a for a in options.algorithms if a != "no_prune"]
-      results["compile"] += compile_times(layers, picked)
-  if options.only is None:
-    seconds = time.perf_counter() - start
-    page.write("step", "The training step", sections(results), seconds)
-    target = page.RESULTS / "step.json"
-    target.with_suffix(".tmp").write_text(json.dumps(results, indent=2) + "\n")
-    os.replace(target.with_suffix(".tmp"), target)
+  results = {key: [] for key in KEYS}
+  seconds = 0.0
+  if (
+    RECORD.exists() and options.only + options.algorithms != PARTS + ALGORITHMS
+  ):
+    stored = json.loads(RECORD.read_text())
+    seconds = stored.pop("seconds")
+    results |= stored
+  pruners = [a for a in options.algorithms if a != "no_prune"]
+  for part in options.only:
+    if part == "compile":
+      for layers in options.layers:
+        new = compile_times(layers, pruners)
+        results[part] = merge(results[part], new, KEYS[part])
+    elif part == "memory":
+      results[part] = merge(results[part], memory(pruners), KEYS[part])
+    else:
+      new = overhead(part, options.algorithms, options.repeats)
+      results["step"] = merge(results["step"], new, KEYS["step"])
+  seconds += time.perf_counter() - start
+  page.write("step", "The training step", sections(results), seconds)
+  temporary = RECORD.with_suffix(".tmp")
+  temporary.write_text(json.dumps(results | {"seconds": seconds}, indent=2))
+  os.replace(temporary, RECORD)
+  plot(results)
 
 
 if __name__ == "__main__":

@@ -61,3 +61,16 @@ def test_masks_and_moments_that_stay_are_not_copied(name):
   # XLA copies a parameter that the backward pass still reads, pruned or not.
   copied = [x for x in copied if not re.search(r"copy\(%params", x)]
   assert not copied
+
+
+@pytest.mark.quick
+def test_packed_masks_are_unpacked_inside_the_pass_that_applies_them():
+  lines = entry(program("magnitude", use_packed_masks=True))
+  size = WIDTH * WIDTH
+  stored = [
+    x
+    for x in lines
+    for kind, shape in re.findall(r" = (u8|s8|pred|s32)\[([\d,]+)\]", x)
+    if np.prod([int(n) for n in shape.split(",")]) >= size
+  ]
+  assert not stored

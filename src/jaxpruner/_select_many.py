@@ -147,7 +147,7 @@ def masks(plan: Plan, ones: Array, dtype) -> list[Array]:
     mine = segment[piece]
     images, real = pieces.fetch(piece)
     equal = (images == level[mine]) & real
-    ties, _ = sel.sums([equal.astype(COUNT)] * 2, (0,))
+    ties = sel.total(equal)
     left = room[mine]
     end = lax.cond(
       ties > left, _cut, lambda *_: COUNT(pieces.length), equal, left
@@ -171,8 +171,7 @@ def _cut(equal: Array, left: Array) -> Array:
 
   def halve(turn, end):
     trial = end + (COUNT(equal.size) >> (turn + 1).astype(COUNT))
-    before = (equal & (place < trial)).astype(COUNT)
-    return jnp.where(sel.sums([before] * 2, (0,))[0] <= left, trial, end)
+    return jnp.where(sel.total(equal & (place < trial)) <= left, trial, end)
 
   turns = equal.size.bit_length() - 1
   return lax.fori_loop(0, turns, halve, sel.vary(COUNT(0), (equal, left)))

@@ -86,6 +86,16 @@ def sums(values: Sequence[Array], axes: tuple[int, ...]) -> list[Array]:
   return lax.reduce(list(values), zeros, add, axes)
 
 
+def total(which: Array) -> Array:
+  """Count what is true, uint32; in the form that `sums` is about."""
+  if not which.ndim:
+    return which.astype(COUNT)
+  odd = lax.broadcasted_iota(jnp.int32, which.shape, which.ndim - 1) & 1 == 1
+  parts = [(which & side).astype(COUNT) for side in (odd, ~odd)]
+  some, others = sums(parts, tuple(range(which.ndim)))
+  return some + others
+
+
 def manual_axes(x: Array) -> frozenset[str]:
   """The axes of an enclosing `shard_map` that `x` varies over."""
   kind = jax.typeof(x)

@@ -15,6 +15,7 @@ from jaxpruner import (
   _checks,
   _lazy,
   _moments,
+  _selection,
   _tree,
   mask_calculator,
   sparsity_distributions,
@@ -481,8 +482,9 @@ class BaseUpdater:
       if mask is None or old[i] is None:
         new[i] = old[i]
         continue
-      each = [jnp.isfinite(_lazy.value(column[i])) for column in columns]
-      finite = jnp.all(functools.reduce(jnp.logical_and, each, True))
+      odd = [~jnp.isfinite(_lazy.value(column[i])) for column in columns]
+      odd = [_selection.total(o) for o in odd if o.size]
+      finite = functools.reduce(jnp.bitwise_or, odd, jnp.uint32(0)) == 0
       packed = self._pack(mask)
       kept = finite
       if self.continue_sparse and not self.regrows:

@@ -290,10 +290,15 @@ def unpack_mask(packed: Array, shape: tuple[int, ...]) -> Array:
       f"packed mask of shape {packed.shape} does not fit the parameter of "
       f"shape {shape}, which takes {-(-size // 8)} bytes"
     )
-  bits = (packed[..., None] >> np.arange(7, -1, -1, dtype=np.uint8)) & 1
-  if packed.size * 8 == size:
-    return bits.reshape(shape)
-  return bits.reshape(-1)[:size].reshape(shape)
+  rows = bool(shape) and shape[-1] % 8 == 0
+  out = shape if rows else (packed.size * 8,)
+  spread = jnp.broadcast_to(packed[..., None], (*packed.shape, 8)).reshape(out)
+  # Which bit follows from the place alone, in words as wide as the weights: so
+  # the pass that applies the mask is vectorized, as it is not with a table.
+  place = lax.broadcasted_iota(jnp.int32, out, len(out) - 1)
+  bits = ((spread.astype(jnp.int32) << (place & 7)) >> 7) & 1
+  bits = bits.astype(MASK_DTYPE)
+  return bits if rows else bits[:size].reshape(shape)
 
 
 def get_topk_fn(sparsity_type: Any) -> Callable[..., Array]:

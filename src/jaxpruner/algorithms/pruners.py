@@ -89,3 +89,7 @@ class RandomPruning(base_updater.BaseUpdater):
   def calculate_scores(self, params, sparse_state=None, grads=None):
     del grads
     return self.random_scores(params, sparse_state)
+
+  def replace_masks(self, state, params, masks, *scores):
+    del scores  # finite, as drawn
+    return super().replace_masks(state, params, masks)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from jaxpruner import (
   _lazy,
+  _selection,
   _tree,
   base_updater,
   criteria,
@@ -218,10 +219,10 @@ class Rewiring(StaticRandomSparse):
     for kind, i in zip(kinds, picked, strict=True):
       mask = self._unpack(masks[i], leaves[i][1])
       # The mask of a block is constant on it: its mean is the block's own bit.
-      active.append(sparsity_types.pool(kind, mask) > 0)
+      active.append(sparsity_types.pool(kind, mask))
       drop_units.append(sparsity_types.pool(kind, drop_entries[i]))
       grow_units.append(sparsity_types.pool(kind, grow_entries[i]))
-    counts = [jnp.sum(a, dtype=jnp.int32) for a in active]
+    counts = [_selection.total(a > 0).astype(jnp.int32) for a in active]
     shapes = [leaves[i][1].shape for i in picked]
     goals = self.goals(sparse_state, params, kinds, shapes, counts)
     totals = jnp.stack(
@@ -232,17 +233,18 @@ class Rewiring(StaticRandomSparse):
     )
     # A mask that lost units (a sparse model's zeros) has fewer to keep.
     left = jnp.minimum(
-      self.survivors(sparse_state, totals, active, drop_units),
+      self.survivors(sparse_state, totals, [a > 0 for a in active], drop_units),
       jnp.stack(counts),
     )
     kept = mask_calculator.topk_masks(
       [
-        _lazy.lift(lambda s, a=a: jnp.where(a, s, -jnp.inf), scores)
+        _lazy.lift(lambda s, a=a: jnp.where(a > 0, s, -jnp.inf), scores)
         for a, scores in zip(active, drop_units, strict=True)
       ],
       list(left),
     )
-    judged = [drop, grow]
+    # Random numbers are finite; to look would be to draw them once more.
+    judged = [drop] if type(self.grow) is criteria.Random else [drop, grow]
     if self.redistribute is not None:
       momentum = (sparse_state.stats or {}).get("momentum")
       momentum = _tree.align(params, momentum, "momentum")
