@@ -13,6 +13,7 @@ while it trains. Rows that are measured replace those of
 
 import argparse
 import ctypes
+import datetime
 import functools
 import json
 import os
@@ -309,6 +310,8 @@ KEYS = {
 
 def merge(old: list[dict], new: list[dict], keys) -> list[dict]:
   """Rows of both in the order of the algorithms; new ones win."""
+  now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M")
+  new = [row | {"measured": now} for row in new]
   table = {tuple(row[k] for k in keys): row for row in [*old, *new]}
   models = [model.split(",")[0] for model in MODELS]
 
@@ -343,10 +346,10 @@ pruned. Kernels are the fusions of the compiled program. Goals: 1.5 at 60
 leaves, 2 at 300.
 
 One loop visits the pieces of all leaves, so a search is compiled once, not once
-per leaf. What is left is proportional to the kernels, as the table shows. A
-profile of compiling a magnitude step of 60 leaves gives LLVM half of the time,
-emitting fusions a third, passes over the program a twelfth: only fewer kernels
-make it shorter. Each pruned leaf adds those that fetch a piece (once to count,
+per leaf. What is left grows with the number of kernels. A profile
+of compiling a magnitude step of 60 leaves gives LLVM half of the time, emitting
+fusions a third, passes over the program a twelfth: only fewer kernels make it
+shorter. Each pruned leaf adds those that fetch a piece (once to count,
 once to write), write its mask out, look for what is not finite, and count the
 mask; the search itself has about sixty. Methods that drop and grow have all of
 these twice."""
@@ -360,18 +363,22 @@ gradients, those of all leaves are alive at once."""
 def sections(results: dict) -> list[str]:
   number = lambda value: f"{value:.2f}"
   out = ["## Sparse ÷ dense training step", READING]
+  if "note" in results:
+    out.append(results["note"])
   head = ["model", "batch", "algorithm", "dense, ms", "step", "update step"]
+  head += ["measured"]
   rows = [
     [r["model"], str(r["batch"]), r["algorithm"], f"{r['dense ms']:.0f}"]
-    + [number(r[key]) for key in ("step", "update step")]
+    + [number(r["step"]), number(r["update step"]), r["measured"]]
     for r in results["step"]
   ]
   out += [page.table(head, rows), "![Ratios](step.png)"]
   head = ["leaves", "algorithm", "dense, s", "sparse ÷ dense", "kernels"]
-  head += ["kernels, dense"]
+  head += ["kernels, dense", "measured"]
   rows = [
     [str(r["leaves"]), r["algorithm"], f"{r['dense s']:.1f}"]
-    + [number(r["ratio"]), str(r["kernels"]), str(r["dense kernels"])]
+    + [number(r["ratio"])]
+    + [str(r.get(key, "–")) for key in ("kernels", "dense kernels", "measured")]
     for r in results["compile"]
   ]
   out += ["## Compile time", COMPILING, page.table(head, rows)]
@@ -381,7 +388,9 @@ def sections(results: dict) -> list[str]:
     + [f"{r[key]:.1f}" for key in ("dense bytes/weight", "more bytes/weight")]
     for r in results["memory"]
   ]
-  return [*out, "## Peak memory", MEMORY, page.table(head, rows)]
+  if rows:
+    out += ["## Peak memory", MEMORY, page.table(head, rows)]
+  return out
 
 
 def plot(results: dict) -> None:
