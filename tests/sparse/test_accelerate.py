@@ -216,6 +216,7 @@ def test_masks_rule_over_values():
     ({"dense": 1.0, "sell": 0.5}, "sell"),
     ({"dense": 1.0, "sell": 1.5}, "dense"),
     ({"dense": 1.0, "sell": 0.95}, "dense"),  # within the noise
+    ({"dense": 8e-6, "sell": 4e-6}, "dense"),  # within that of a call
     ({"dense": 1.0, "sell": 0.5, "block": 0.4}, "block"),
   ],
 )
