@@ -62,23 +62,28 @@ def known(key: str, amount: int, of: str = "tokens") -> bool:
   return rows.get(key, {}).get(of, 0) >= amount
 
 
-def rows_of(model, args) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-  """Token windows to calibrate on, and those to be judged by, per source."""
+def to_learn(model, args) -> np.ndarray:
+  """Token windows to calibrate on."""
+  if model.sample:
+    return model.sample(args.calibration, 0)
+  encode, length = model.tokenizer.encode, model.window
+  return texts.mixed(three_texts(0), encode, length, args.calibration)
+
+
+def to_judge(model, args) -> dict[str, np.ndarray]:
+  """Token windows to be judged by, per source."""
   encode, length = model.tokenizer.encode, model.window
   if model.sample:
-    rows = -(-args.tokens // length)
-    return model.sample(args.calibration, 0), {"own": model.sample(rows, 1)}
-  learn = texts.mixed(three_texts(0), encode, length, args.calibration)
+    return {"own": model.sample(-(-args.tokens // length), 1)}
   rows = -(-args.tokens // len(KINDS) // length)
   parts = zip(KINDS, three_texts(1), strict=True)
-  judge = {k: texts.mixed([text], encode, length, rows) for k, text in parts}
-  return learn, judge
+  return {k: texts.mixed([text], encode, length, rows) for k, text in parts}
 
 
 def language(args: argparse.Namespace) -> None:
   """Measure a language model, dense and pruned."""
   model = models.load(args.model)
-  learn, judge = rows_of(model, args)
+  learn, judge = to_learn(model, args), to_judge(model, args)
   batches = np.array_split(learn, max(1, len(learn) // 4))
 
   def measure(key: str, params, extra: dict) -> None:
@@ -146,11 +151,11 @@ def resident(word: str) -> int:
 def memory(args: argparse.Namespace) -> None:
   """Measure what pruning takes beside the model, in this fresh process."""
   model = models.load(args.model)
-  learn, _ = rows_of(model, args)
+  learn = to_learn(model, args)
   batches = np.split(learn, len(learn))
   first = jax.tree.map(np.array, model.params)
   whole = sum(x.nbytes for x in jax.tree.leaves(first))
-  for turn in ("cold", "warm"):  # programs are compiled in the first turn
+  for turn in ("cold", "warm"):  # the walk is compiled anew in each turn
     params = jax.tree.map(np.array, first)
     gc.collect()
     before = resident("VmRSS")

@@ -7,14 +7,20 @@ from jax import Array
 from jax.extend import core
 
 
-def bind(eqn: Any, inputs: Sequence[Any]) -> list[Array]:
-  """Return the results of one operation."""
-  params = eqn.primitive.get_bind_params(eqn.params)
+def apply(operation: Any, inputs: Sequence[Any]) -> list[Array]:
+  """Return the results of an operation: what has `primitive` and `params`."""
+  primitive = operation.primitive
+  params = primitive.get_bind_params(operation.params)
   # Older JAX returns functions to bind apart from the parameters.
   first, params = params if isinstance(params, tuple) else ((), params)
+  outputs = primitive.bind(*first, *inputs, **params)
+  return list(outputs) if primitive.multiple_results else [outputs]
+
+
+def bind(eqn: Any, inputs: Sequence[Any]) -> list[Array]:
+  """Return the results of an equation, in the context it was traced in."""
   with eqn.ctx.manager:
-    outputs = eqn.primitive.bind(*first, *inputs, **params)
-  return outputs if eqn.primitive.multiple_results else [outputs]
+    return apply(eqn, inputs)
 
 
 def evaluate(

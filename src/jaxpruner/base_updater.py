@@ -89,6 +89,8 @@ class BaseUpdater:
   default_schedule: ClassVar[str | None] = None
   # Evaluations of the gradient in a training step, which is what a step costs.
   gradients_per_step: ClassVar[int] = 1
+  # What the network's outputs should be divided by in the loss to bind.
+  temperature: ClassVar[float] = 1.0
 
   def __init_subclass__(cls, **kwargs):
     super().__init_subclass__(**kwargs)

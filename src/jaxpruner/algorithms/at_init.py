@@ -49,9 +49,6 @@ class PruneAtInit(
   batch: Any = None
   rounds: int = 1
 
-  # What the network's outputs should be divided by in the loss to bind.
-  temperature: ClassVar[float] = 1.0
-
   def __post_init__(self):
     super().__post_init__()
     if type(self.rounds) is not int or self.rounds < 1:

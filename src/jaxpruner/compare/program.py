@@ -63,7 +63,7 @@ def build(task: Task, updater: Any, data: PyTree, devices: int = 1) -> Program:
     world = task.start(params, data, jax.random.fold_in(key, 1))
     batch_key, loss_key = jax.random.split(jax.random.fold_in(key, 2))
     _, batch = task.interact(world, params, data, batch_key, jnp.array(0))
-    cooled = task.cooled(getattr(updater, "temperature", 1.0))
+    cooled = task.cooled(updater.temperature)
     bound = updater.bind(
       lambda p, batch: cooled.loss(p, batch, loss_key),
       batch,

@@ -86,10 +86,10 @@ class Part:
   def indices(self, shape: Sequence[int]) -> np.ndarray:
     return self.arrange(self.view.indices(shape))
 
-  def matrix(self, leaf: Any) -> np.ndarray:
-    """Return the weight as (groups, inputs, outputs), float32."""
+  def matrix(self, leaf: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Return the weight as (groups, inputs, outputs), and its `indices`."""
     at = self.indices(leaf.shape)
-    return np.asarray(leaf).reshape(-1)[at].astype(np.float32)
+    return np.asarray(leaf).reshape(-1)[at].astype(np.float32), at
 
 
 class Norm(NamedTuple):

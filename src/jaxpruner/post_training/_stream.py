@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxpruner import _jaxprs
 from jaxpruner.post_training._graph import Graph, Norm, Part, Probe
 from jaxpruner.sparse._program import Node, Program, Var
 
@@ -248,7 +249,7 @@ class Stream:
       if node is None:
         memo[var] = self.leaves[self._graph.program.inputs.index(var)]
       else:
-        outs = _bind(node, [self._fixed(v, memo) for v in node.inputs])
+        outs = _jaxprs.apply(node, [self._fixed(v, memo) for v in node.inputs])
         memo.update(zip(node.outputs, outs, strict=True))
     return memo[var]
 
@@ -276,7 +277,7 @@ def _step(nodes, before, fixed, after, probes, gram, live, held, means, sums):
     return v.value if v.value is not None else env[v]
 
   for node in nodes:
-    outs = _bind(node, [read(v) for v in node.inputs])
+    outs = _jaxprs.apply(node, [read(v) for v in node.inputs])
     env.update(zip(node.outputs, outs, strict=True))
   shifts = iter(means)
   new = []
@@ -306,10 +307,3 @@ def _moments(x: jax.Array, gram: bool) -> Moments:
       "gti,gtj->gij", x, x, precision=jax.lax.Precision.HIGHEST
     )
   return Moments(x.sum(1), jnp.square(x).sum(1), outer)
-
-
-def _bind(node: Node, args: list[Any]) -> list[Any]:
-  bound = node.primitive.get_bind_params(node.params)
-  functions, params = bound if isinstance(bound, tuple) else ((), bound)
-  out = node.primitive.bind(*functions, *args, **params)
-  return list(out) if node.primitive.multiple_results else [out]

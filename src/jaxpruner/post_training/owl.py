@@ -47,7 +47,8 @@ def sparsities(
     for part in cut.parts:
       if (name := model.name(part.leaf)) in free:
         norm = np.asarray(calibration.statistics(part, sums).norm)
-        scores = part.matrix(model.leaves[part.leaf]) * norm[:, :, None]
+        w, _ = part.matrix(model.leaves[part.leaf])
+        scores = w * norm[:, :, None]
         row = scores.size, allocation.outlier_ratio(scores, _TIMES)
         found.setdefault(layer_of(name), []).append(row)
   sizes = {k: sum(n for n, _ in rows) for k, rows in found.items()}

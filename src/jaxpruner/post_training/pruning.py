@@ -235,7 +235,7 @@ class _Job:
   def _prune(self, part: _graph.Part, seen: Statistics | None) -> None:
     start = time.perf_counter()
     leaf = self.leaves[part.leaf]
-    w, at = part.matrix(leaf), part.indices(leaf.shape)
+    w, at = part.matrix(leaf)
     pattern = self._pattern(part)
     sparsity = self._targets[part.leaf]
     assert sparsity is not None

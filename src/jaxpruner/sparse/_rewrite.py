@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
+from jaxpruner import _jaxprs
 from jaxpruner.sparse import formats, ops
 from jaxpruner.sparse.formats import Sparse, SparseTensor
 
@@ -165,7 +166,7 @@ def evaluate(closed: Any, args: Sequence[Any]) -> list[Any]:
       results = _sparse_equation(eqn, operands)
     if results is None:
       name = eqn.primitive.name
-      results = _bind(eqn, [_decoded(name, a) for a in operands])
+      results = _jaxprs.apply(eqn, [_decoded(name, a) for a in operands])
     values.update(zip(eqn.outvars, results, strict=True))
   return [read(v) for v in jaxpr.outvars]
 
@@ -315,14 +316,6 @@ def _inner(eqn: Any) -> Any:
     if isinstance(inner, core.Jaxpr):
       return core.ClosedJaxpr(inner, ())
   return None
-
-
-def _bind(eqn: Any, args: list[Any]) -> list[Any]:
-  bound = eqn.primitive.get_bind_params(eqn.params)
-  # JAX 0.10 dropped the separate list of sub-functions.
-  functions, params = bound if isinstance(bound, tuple) else ((), bound)
-  out = eqn.primitive.bind(*functions, *args, **params)
-  return list(out) if eqn.primitive.multiple_results else [out]
 
 
 def _is_sparse(value: Any) -> bool:
