@@ -1,6 +1,7 @@
 """Laws of selection over many leaves: the same masks as a stable sort."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxpruner import _select_many, mask_calculator
+from jaxpruner import _select_many, _state, mask_calculator
 from jaxpruner._recipe import recipe
 from jaxpruner._selection import Plan
 
@@ -103,3 +104,25 @@ def test_many_leaves_are_visited_by_one_kernel(monkeypatch):
   assert called
   for mask, wanted in zip(found, reference(leaves, [100] * 9), strict=True):
     np.testing.assert_array_equal(mask, wanted)
+
+
+def kernels(number: int) -> set[str]:
+  """The different kernels of drawing and choosing for equal leaves."""
+
+  def choose(data, leaves):
+    names = tuple((str(i),) for i in range(number))
+    scores = _state.draw(data, 3, leaves, names)
+    return mask_calculator.topk_masks(scores, [9] * number)
+
+  leaves = [jnp.zeros((40, 30))] * number
+  text = jax.jit(choose).lower(jax.random.key_data(jax.random.key(0)), leaves)
+  text = text.compile().as_text()
+  fused = re.findall(r"^%fused.*?^\}", text, re.MULTILINE | re.DOTALL)
+  assert len(fused) > 2 * number
+  names = r", metadata=\{[^}]*\}|%[\w.-]+|param_[\d.]+"
+  return {re.sub(names, "", body) for body in fused}
+
+
+def test_equal_leaves_share_their_kernels():
+  # XLA compiles equal kernels once: of more leaves there must not be more.
+  assert len(kernels(16)) == len(kernels(12))

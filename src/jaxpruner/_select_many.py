@@ -5,6 +5,8 @@ the model. Here every leaf is cut into pieces of one length, and one loop
 visits piece after piece; only fetching a piece is compiled per leaf.
 """
 
+import functools
+
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
@@ -18,6 +20,19 @@ _SAMPLE = 1 << 11
 _RANKS = np.linspace(1, -1, PROBES, dtype=np.float32)
 
 
+# A place counted from the start: unsigned, so that JAX does not ask whether it
+# counts from the end, which would be one more kernel each time.
+_PLACE = np.uint32
+
+
+def _row(table: Array, place: Array) -> Array:
+  return lax.dynamic_index_in_dim(table, place, keepdims=False)
+
+
+def _put(table: Array, row: Array, place: Array) -> Array:
+  return lax.dynamic_update_index_in_dim(table, row, place, 0)
+
+
 class _Pieces:
   """Where the pieces lie; all but `fetch` are static facts."""
 
@@ -28,15 +43,17 @@ class _Pieces:
     self.number = -(-sizes // self.length)
     self.ends = np.cumsum(self.number)
     self.leaf = np.repeat(np.arange(len(sizes)), self.number)
-    self.segment = plan.segments[self.leaf].astype(np.int32)
     begin = np.arange(self.ends[-1]) - (self.ends - self.number)[self.leaf]
     begin *= self.length
     # The last piece ends with its leaf, and overlaps the one before.
     start = np.minimum(begin, np.maximum(sizes[self.leaf] - self.length, 0))
-    self.start = start.astype(np.uint32)
-    self.fresh = (begin - start).astype(np.uint32)
-    self.end = np.minimum(sizes[self.leaf] - start, self.length)
-    self.end = self.end.astype(np.uint32)
+    end = np.minimum(sizes[self.leaf] - start, self.length)
+    self.fresh = begin - start
+    segment = plan.segments[self.leaf]
+    self._table = np.stack([segment, self.leaf, start, self.fresh, end], 1)
+
+  def segment(self, piece: Array) -> Array:
+    return _row(jnp.asarray(self._table[:, 0], _PLACE), piece)
 
   def fetch(self, piece: Array) -> tuple[Array, Array]:
     """Images of a piece, and which of them count."""
@@ -52,16 +69,12 @@ class _Pieces:
 
       return run
 
-    leaves = range(len(self.plan.leaves))
-    images = lax.switch(
-      jnp.asarray(self.leaf, jnp.int32)[piece],
-      [of(i) for i in leaves],
-      jnp.asarray(self.start)[piece],
-    )
+    row = _row(jnp.asarray(self._table, _PLACE), piece)
+    _, leaf, start, fresh, end = (sel.at(row, i) for i in range(5))
+    branches = [of(i) for i in range(len(self.plan.leaves))]
+    images = lax.switch(leaf.astype(jnp.int32), branches, start)
     place = lax.iota(COUNT, self.length)
-    counts = place >= jnp.asarray(self.fresh)[piece]
-    counts &= place < jnp.asarray(self.end)[piece]
-    return images, counts
+    return images, (place >= fresh) & (place < end)
 
   def join(self, rows: Array) -> list[Array]:
     """Leaves of the rows [pieces, length] that the loop has written."""
@@ -69,7 +82,7 @@ class _Pieces:
     for leaf, end, number in zip(
       self.plan.leaves, self.ends, self.number, strict=True
     ):
-      flat = rows[end - number : end].reshape(-1)
+      flat = sel.rows_from(rows, int(end - number), int(number)).reshape(-1)
       overlap = int(self.fresh[end - 1])
       if overlap:
         last = (int(number) - 1) * self.length
@@ -103,33 +116,34 @@ def _guess(pieces: _Pieces, ones: Array) -> Array:
   ranks = (share * count)[:, None] + spread[:, None] * _RANKS
   # Ranks are from the top; probes ascend.
   index = sample.shape[1] - jnp.clip(ranks, 1, count[:, None])
-  return jnp.take_along_axis(sample, index.astype(jnp.int32), 1)
+  return jnp.take_along_axis(
+    sample, index.astype(_PLACE), 1, mode="promise_in_bounds"
+  )
 
 
 def masks(plan: Plan, ones: Array, dtype) -> list[Array]:
   """Masks with `ones` [S] ones per segment, for leaves on one device."""
   pieces = _Pieces(plan)
-  segment = jnp.asarray(pieces.segment)
   total, whole = len(pieces.leaf), plan.whole()
+  visit_all = functools.partial(lax.fori_loop, _PLACE(0), _PLACE(total))
   wanted = jnp.maximum(ones, 1)
 
   def count(probes, active, carry):
     def visit(piece, counts):
-      mine = segment[piece]
+      mine = pieces.segment(piece)
 
-      def run(probes):
+      def run(counts):
         images, real = pieces.fetch(piece)
-        hits = [(images >= probes[p]) & real for p in range(PROBES)]
+        levels = _row(probes, mine)
+        hits = [(images >= sel.at(levels, p)) & real for p in range(PROBES)]
         found = sel.sums([h.astype(jnp.int32) for h in hits], (0,))
-        return jnp.stack(found).astype(COUNT)
+        found = jnp.stack(found).astype(COUNT)
+        return _put(counts, _row(counts, mine) + found, mine)
 
-      found = lax.cond(
-        active[mine], run, lambda p: jnp.zeros(PROBES, COUNT), probes[mine]
-      )
-      return counts.at[mine].add(found)
+      return lax.cond(_row(active, mine), run, lambda counts: counts, counts)
 
     blank = sel.vary(jnp.zeros(probes.shape, COUNT), plan.inputs)
-    return lax.fori_loop(0, total, visit, blank), carry
+    return visit_all(visit, blank), carry
 
   bracket, _, _ = sel.search(
     count,
@@ -144,24 +158,22 @@ def masks(plan: Plan, ones: Array, dtype) -> list[Array]:
 
   def write(piece, state):
     rows, room = state
-    mine = segment[piece]
+    mine = pieces.segment(piece)
     images, real = pieces.fetch(piece)
-    equal = (images == level[mine]) & real
+    threshold, left = _row(level, mine), _row(room, mine)
+    equal = (images == threshold) & real
     ties = sel.total(equal)
-    left = room[mine]
     end = lax.cond(
       ties > left, _cut, lambda *_: COUNT(pieces.length), equal, left
     )
     place = lax.iota(COUNT, pieces.length)
-    row = (images > level[mine]) | (equal & (place < end))
-    room = room.at[mine].set(left - jnp.minimum(ties, left))
-    return lax.dynamic_update_index_in_dim(
-      rows, row.astype(dtype), piece, 0
-    ), room
+    row = (images > threshold) | (equal & (place < end))
+    room = _put(room, left - jnp.minimum(ties, left), mine)
+    return _put(rows, row.astype(dtype), piece), room
 
   rows = jnp.zeros((total, pieces.length), dtype)
   start = sel.vary((rows, room), (plan.inputs, level))
-  rows, _ = lax.fori_loop(0, total, write, start)
+  rows, _ = visit_all(write, start)
   return pieces.join(rows)
 
 

@@ -74,6 +74,19 @@ def at(x: Array, index: int) -> Array:
   return lax.index_in_dim(x, index, keepdims=False)
 
 
+def rows_from(table: Array, first: int, number: int) -> Array:
+  """Rows of a table, from a place that the compiler takes for data.
+
+  XLA compiles equal kernels once. With the place of each leaf written into
+  its code, leaves of one shape would have as many kernels as there are.
+  """
+  zeros = [0] * (table.ndim - 1)
+  places = jnp.asarray(np.array([first, *zeros], np.uint32))
+  places = lax.optimization_barrier(places)
+  start = [at(places, i) for i in range(table.ndim)]
+  return lax.dynamic_slice(table, start, (number, *table.shape[1:]))
+
+
 def sums(values: Sequence[Array], axes: tuple[int, ...]) -> list[Array]:
   """Sum several arrays over the same axes, in one pass.
 
@@ -151,10 +164,26 @@ class Bracket(NamedTuple):
     up = valid & reached & (probes >= self.low[:, None])
     down = valid & ~reached & (probes > self.low[:, None])
     down &= probes - 1 <= self.high[:, None]
-    low = jnp.max(jnp.where(up, probes, self.low[:, None]), 1)
-    high = jnp.min(jnp.where(down, probes - 1, self.high[:, None]), 1)
-    reach = jnp.min(jnp.where(up, counts, self.reach[:, None]), 1)
-    beyond = jnp.max(jnp.where(down, counts, self.beyond[:, None]), 1)
+    # The best of each in one reduction: one kernel to compile, not four.
+    up_to, down_to = np.iinfo(probes.dtype).min, np.iinfo(probes.dtype).max
+    offers = [
+      jnp.where(up, probes, self.low[:, None]),
+      jnp.where(down, probes - 1, self.high[:, None]),
+      jnp.where(up, counts, self.reach[:, None]),
+      jnp.where(down, counts, self.beyond[:, None]),
+    ]
+    worst = [up_to, down_to, np.iinfo(COUNT).max, 0]
+    worst = [x.dtype.type(w) for x, w in zip(offers, worst, strict=True)]
+
+    def best(a, b):
+      return [
+        jnp.maximum(a[0], b[0]),
+        jnp.minimum(a[1], b[1]),
+        jnp.minimum(a[2], b[2]),
+        jnp.maximum(a[3], b[3]),
+      ]
+
+    low, high, reach, beyond = lax.reduce(offers, worst, best, (1,))
     return Bracket(low, high, reach, beyond)
 
   def where(self, condition, other: "Bracket") -> "Bracket":

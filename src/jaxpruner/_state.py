@@ -233,7 +233,10 @@ def draw(
 ) -> list[Array]:
   """Return uniform float32 scores that depend on key, salt and path only."""
   words = _words(data, salt, names)
-  return [_uniform(words[i], leaf) for i, leaf in enumerate(leaves)]
+  return [
+    _uniform(_selection.rows_from(words, i, 1)[0], leaf)
+    for i, leaf in enumerate(leaves)
+  ]
 
 
 @functools.partial(jax.jit, static_argnames="names")

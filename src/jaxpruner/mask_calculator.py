@@ -136,7 +136,7 @@ def topk_masks(
       leaf as an elementwise expression of arrays they close over (|w|, |w g|).
       These are evaluated inside the passes and never stored.
     ones: how many to keep, per leaf; with `together` one number for all.
-      Ints or int32 scalars.
+      Ints or int32 scalars, or one int32 array of them.
     together: rank all leaves in one order (global pruning).
 
   Returns:
@@ -165,13 +165,22 @@ def topk_masks(
     if not ids:
       continue
     chosen = [leaves[i] for i in ids]
-    counts = ones if together else [ones[i] for i in ids]
+    counts = ones if together else pick(ones, ids)
     for i, mask in zip(ids, _select(chosen, counts, together), strict=True):
       masks[i] = mask
   return [
     jnp.zeros(leaf.shape, MASK_DTYPE) if mask is None else mask
     for leaf, mask in zip(leaves, masks, strict=True)
   ]
+
+
+def pick(counts: Sequence[Any] | Array, ids: Sequence[int]) -> Any:
+  """Return some of the counts; an array stays one: no kernel per entry."""
+  if len(ids) == len(counts):
+    return counts
+  if isinstance(counts, Array):
+    return counts[np.array(ids, np.int32)]
+  return [counts[i] for i in ids]
 
 
 class _Selection(NamedTuple):
@@ -197,8 +206,11 @@ def _select(leaves: list[Recipe], ones, together: bool) -> list[Array]:
       "scores ranked together have 2**32 elements or more; rank them in parts"
     )
   limit = np.array(sizes, np.uint32)
-  ones = [jnp.clip(jnp.asarray(k), 0).astype(jnp.uint32) for k in ones]
-  ones = jnp.minimum(jnp.stack(ones), limit)
+  word = lambda k: jnp.clip(jnp.asarray(k), 0).astype(jnp.uint32)
+  ones = (
+    word(ones) if isinstance(ones, Array) else jnp.stack([*map(word, ones)])
+  )
+  ones = jnp.minimum(ones, limit)
   inputs = [leaf.inputs for leaf in leaves]
   inputs, ones = lax.stop_gradient((inputs, ones))
 

@@ -346,9 +346,9 @@ NbyM = NByM
 
 
 def select(
-  types: Sequence[SparsityType], units: Sequence[Array], ones: Sequence[Any]
+  types: Sequence[SparsityType], units: Sequence[Array], ones: Any
 ) -> list[Array]:
-  """Choose the highest units of each leaf.
+  """Choose the highest units of each leaf, `ones` of them: a list or an array.
 
   All leaves with a free choice go through one search; a type with groups ranks
   each by itself, in its own `choose`.
@@ -358,7 +358,7 @@ def select(
     zip(
       free,
       mask_calculator.topk_masks(
-        [units[i] for i in free], [ones[i] for i in free]
+        [units[i] for i in free], mask_calculator.pick(ones, free)
       ),
       strict=True,
     )

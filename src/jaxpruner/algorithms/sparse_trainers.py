@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxpruner import (
   _lazy,
@@ -179,12 +180,9 @@ class Rewiring(StaticRandomSparse):
     return self.grow(self.see(params, sparse_state, grads))
 
   def goals(self, sparse_state, params, kinds, shapes, counts):
-    """Return, per leaf, how many units each group is to have: as many."""
+    """Return how many units each leaf's groups are to have: as they have."""
     del sparse_state, params
-    return [
-      -(-count // kind.groups(shape))
-      for kind, shape, count in zip(kinds, shapes, counts, strict=True)
-    ]
+    return -(-counts // _groups(kinds, shapes))
 
   def survivors(self, sparse_state, totals, active, scores):
     """Return, per leaf, how many of its units are not dropped.
@@ -222,26 +220,23 @@ class Rewiring(StaticRandomSparse):
       active.append(sparsity_types.pool(kind, mask))
       drop_units.append(sparsity_types.pool(kind, drop_entries[i]))
       grow_units.append(sparsity_types.pool(kind, grow_entries[i]))
-    counts = [_selection.total(a > 0).astype(jnp.int32) for a in active]
+    # Counts stay one array: leaf by leaf, each would have kernels of its own.
+    counts = jnp.stack([_selection.total(a > 0) for a in active])
+    counts = counts.astype(jnp.int32)
     shapes = [leaves[i][1].shape for i in picked]
     goals = self.goals(sparse_state, params, kinds, shapes, counts)
-    totals = jnp.stack(
-      [
-        jnp.asarray(goal * kind.groups(shape), jnp.int32)
-        for kind, shape, goal in zip(kinds, shapes, goals, strict=True)
-      ]
-    )
+    totals = goals * _groups(kinds, shapes)
     # A mask that lost units (a sparse model's zeros) has fewer to keep.
     left = jnp.minimum(
       self.survivors(sparse_state, totals, [a > 0 for a in active], drop_units),
-      jnp.stack(counts),
+      counts,
     )
     kept = mask_calculator.topk_masks(
       [
         _lazy.lift(lambda s, a=a: jnp.where(a > 0, s, -jnp.inf), scores)
         for a, scores in zip(active, drop_units, strict=True)
       ],
-      list(left),
+      left,
     )
     # Random numbers are finite; to look would be to draw them once more.
     judged = [drop] if type(self.grow) is criteria.Random else [drop, grow]
@@ -251,7 +246,7 @@ class Rewiring(StaticRandomSparse):
       room = jnp.array([a.size for a in active], jnp.int32) - left
       shares = self.redistribute(kept, [momentum[i] for i in picked])
       grown = redistribution.allocate(shares, jnp.sum(totals - left), room)
-      goals = list(left + grown)
+      goals = left + grown
       judged.append(self._one_for_all(judged, params, picked))
     chosen = sparsity_types.select(
       kinds,
@@ -297,6 +292,12 @@ class Rewiring(StaticRandomSparse):
         finite &= jnp.all(jnp.isfinite(_lazy.value(column[i])))
     flag = jnp.where(finite, 0.0, jnp.nan)
     return jax.tree.map(lambda _: flag, params)
+
+
+def _groups(kinds, shapes) -> np.ndarray:
+  """Return into how many groups each leaf's units fall."""
+  pairs = zip(kinds, shapes, strict=True)
+  return np.array([kind.groups(shape) for kind, shape in pairs], np.int32)
 
 
 @dataclasses.dataclass(eq=False)
