@@ -366,3 +366,25 @@ def test_experts_are_groups_of_their_own():
   assert part.indices(w.shape).shape == (2, 16, 8)
   (seen,) = post_training.calibrate(apply_fn, w, [x])["kernel"]
   np.testing.assert_allclose(seen.gram[1] / seen.gram[0], 9, rtol=1e-3)
+
+
+def test_elements_are_counted_only_where_a_weight_is_used_twice(monkeypatch):
+  # An index per weight would outgrow the statistics: an embedding has many.
+  asked = []
+  indices = _graph.View.indices
+
+  def ask(view, shape):
+    asked.append(shape)
+    return indices(view, shape)
+
+  monkeypatch.setattr(_graph.View, "indices", ask)
+  params = {"once": jnp.ones((16, 8)), "twice": jnp.ones((8, 8))}
+
+  def apply_fn(p, x):
+    y = x @ p["once"]
+    return y @ p["twice"] + jax.nn.relu(y) @ p["twice"]
+
+  filter_fn = lambda names, leaf: True
+  model = calibration.Model(apply_fn, params, [DATA], filter_fn)
+  assert [part.shape for part in model.parts] == [(1, 16, 8), (1, 8, 8)]
+  assert asked == [(8, 8)] * 2

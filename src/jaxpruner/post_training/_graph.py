@@ -7,6 +7,7 @@ the module that holds it. Every such product is seen as one matrix product
 convolutions have several groups, windows of a convolution are its inputs.
 """
 
+import collections
 import dataclasses
 import functools
 import math
@@ -77,7 +78,8 @@ class Part:
 
   leaf: int
   view: View
-  arrange: Callable[[np.ndarray], np.ndarray]
+  arrange: Callable[[Any], Any]
+  shape: tuple[int, ...]
   probes: list[Probe]
   run: int  # inputs that lie in one run: channels of a convolution
   bias: int | None = None
@@ -128,8 +130,7 @@ def find(program: Program, names: Sequence[tuple[str, ...]]) -> Graph:
   for node in program.nodes:
     for v in node.inputs:
       users.setdefault(v, []).append(node)
-  found: dict[Any, Part] = {}
-  products: list[tuple[Part, Node, tuple[int, ...]]] = []
+  products: list[tuple[Part, Node]] = []
   for position, node in enumerate(program.nodes):
     weights = [v for v in node.inputs if v in views]
     if not any(v in graph.moving for v in node.inputs):
@@ -141,13 +142,8 @@ def find(program: Program, names: Sequence[tuple[str, ...]]) -> Graph:
       graph.moving.update(node.outputs)
       part = _product(node, views, graph.moving)
       if part is not None:
-        at = part.indices(shapes[part.leaf])
-        key = part.leaf, at.shape, hash(at.tobytes())
-        known = found.setdefault(key, part)
-        known.probes += [p for p in part.probes if p not in known.probes]
         graph.position.setdefault(part.probes[0], position)
-        known.position = max(known.position, graph.position[part.probes[0]])
-        products.append((known, node, at.shape))
+        products.append((part, node))
         continue
       norm = _norm(node, position, views, graph.moving, names, shapes)
       if norm is not None:
@@ -157,14 +153,34 @@ def find(program: Program, names: Sequence[tuple[str, ...]]) -> Graph:
   for v in program.outputs:
     if v in views:
       graph.other.setdefault(views[v].leaf, set()).add("output")
-  for part, node, shape in products:  # a bias may be shaped after the product
-    part.bias = _bias(node, users, views, shape, shapes)
-  graph.parts = list(found.values())
+  graph.parts = _merged(products, graph.position, shapes)
+  for part, node in products:  # a bias may be shaped after the product
+    part.bias = _bias(node, users, views, part.shape, shapes)
   for leaf in {p.leaf for p in graph.parts}:
-    sizes = [math.prod(shape) for (i, shape, _) in found if i == leaf]
+    sizes = [math.prod(p.shape) for p in graph.parts if p.leaf == leaf]
     if sum(sizes) > math.prod(shapes[leaf]):
       graph.other.setdefault(leaf, set()).add("products in several layouts")
   return graph
+
+
+def _merged(products, position, shapes) -> list[Part]:
+  """Return the parts of all products; products of the same elements share one.
+
+  Which elements those are takes an index for each, so it is looked at only
+  where a parameter has several products.
+  """
+  uses = collections.Counter(part.leaf for part, _ in products)
+  found: dict[Any, Part] = {}
+  for i, (part, node) in enumerate(products):
+    key = part.leaf
+    if uses[part.leaf] > 1:
+      at = part.indices(shapes[part.leaf])
+      key = part.leaf, at.shape, hash(at.tobytes())
+    known = found.setdefault(key, part)
+    known.probes += [p for p in part.probes if p not in known.probes]
+    known.position = max(known.position, position[part.probes[0]])
+    products[i] = known, node
+  return list(found.values())
 
 
 def _product(node: Node, views: dict[Var, View], moving: set[Var]):
@@ -186,7 +202,7 @@ def _product(node: Node, views: dict[Var, View], moving: set[Var]):
     arrange = functools.partial(_matrix, batch=tuple(wb), contract=tuple(wc))
     probe = Probe(x, "dot", (tuple(xb), tuple(xc)))
     run = math.prod(w.shape[d] for d in wc)
-    return Part(views[w].leaf, views[w], arrange, [probe], run)
+    return _part(views[w], arrange, w, probe, run)
   if left or node.params["batch_group_count"] != 1:
     return None
   spec = node.params["dimension_numbers"]
@@ -204,17 +220,23 @@ def _product(node: Node, views: dict[Var, View], moving: set[Var]):
   arrange = functools.partial(_kernel, spec=spec.rhs_spec, groups=groups)
   run = w.shape[spec.rhs_spec[1]]
   probe = Probe(x, "conv", layout)
-  return Part(views[w].leaf, views[w], arrange, [probe], run)
+  return _part(views[w], arrange, w, probe, run)
 
 
-def _matrix(w: np.ndarray, batch: tuple, contract: tuple) -> np.ndarray:
+def _part(view: View, arrange, w: Var, probe: Probe, run: int) -> Part:
+  like = jax.ShapeDtypeStruct(w.shape, w.dtype)
+  shape = jax.eval_shape(arrange, like).shape
+  return Part(view.leaf, view, arrange, shape, [probe], run)
+
+
+def _matrix(w: Any, batch: tuple, contract: tuple) -> Any:
   outer = [d for d in range(w.ndim) if d not in batch + contract]
   size = lambda dims: math.prod(w.shape[d] for d in dims)
   shape = size(batch), size(contract), size(outer)
   return w.transpose(*batch, *contract, *outer).reshape(shape)
 
 
-def _kernel(w: np.ndarray, spec: tuple, groups: int) -> np.ndarray:
+def _kernel(w: Any, spec: tuple, groups: int) -> Any:
   rows = w.transpose(spec[0], *spec[2:], spec[1])
   rows = rows.reshape(groups, w.shape[spec[0]] // groups, -1)
   return rows.transpose(0, 2, 1)

@@ -115,8 +115,8 @@ class Model:
 
   def place(self, x: Any, spread: bool) -> Any:
     """Put an array on its devices."""
-    if self._mesh is None:
-      return x
+    if self._mesh is None:  # what stays is copied once, not once per batch
+      return x if spread else jnp.asarray(x)
     mesh = jax.sharding.Mesh(self._mesh.devices, self._mesh.axis_names)
     spec = jax.sharding.PartitionSpec()
     size = mesh.shape[self._axis]
