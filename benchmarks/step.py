@@ -232,13 +232,19 @@ def overhead(model: str, algorithms, repeats: int) -> list[dict]:
   return rows
 
 
+def kernels(text: str) -> int:
+  """How many different fusions a program has: equal ones are compiled once."""
+  bodies = re.findall(r"^%fused.*?^\}", text, re.MULTILINE | re.DOTALL)
+  names = r", metadata=\{[^}]*\}|%[\w.-]+|param_[\d.]+"
+  return len({re.sub(names, "", body) for body in bodies})
+
+
 def compile_times(layers: int, algorithms) -> list[dict]:
   """A small transformer of 12 leaves per layer."""
   build = functools.partial(vit, width=128, layers=layers, tokens=8)
   params, forward, shape = build(np.random.default_rng(0))
   x = jnp.zeros(shape(2))
   Runner(params, forward, None, x)  # what only the first program pays for
-  kernels = lambda run: len(re.findall(r" fusion\(", run.step.as_text()))
   rows = []
   for name in algorithms:
     jax.clear_caches()
@@ -250,8 +256,8 @@ def compile_times(layers: int, algorithms) -> list[dict]:
       "algorithm": name,
       "dense s": dense.compile_seconds,
       "ratio": sparse.compile_seconds / dense.compile_seconds,
-      "dense kernels": kernels(dense),
-      "kernels": kernels(sparse),
+      "dense kernels": kernels(dense.step.as_text()),
+      "kernels": kernels(sparse.step.as_text()),
     }
     rows.append(row)
     print(json.dumps(row), flush=True)
@@ -342,17 +348,22 @@ anew in every pass rather than stored, some twenty integer operations."""
 
 COMPILING = """Seconds of processor time for tracing, lowering and compiling,
 without a cache, one after the other in a warm process; one leaf in three is
-pruned. Kernels are the fusions of the compiled program. Goals: 1.5 at 60
-leaves, 2 at 300.
+pruned. Kernels are the different fusions of the compiled program: XLA compiles
+equal ones once. Goals: 1.5 at 60 leaves, 2 at 300.
 
 One loop visits the pieces of all leaves, so a search is compiled once, not once
-per leaf. What is left grows with the number of kernels. A profile
-of compiling a magnitude step of 60 leaves gives LLVM half of the time, emitting
-fusions a third, passes over the program a twelfth: only fewer kernels make it
-shorter. Each pruned leaf adds those that fetch a piece (once to count,
-once to write), write its mask out, look for what is not finite, and count the
-mask; the search itself has about sixty. Methods that drop and grow have all of
-these twice."""
+per leaf; and what tells equal leaves apart (where a leaf's mask lies, which
+random words are its own, how many weights it keeps) is data, not code, so
+leaves of one shape share their kernels. What is left is proportional to the
+number of kernels: dense and sparse steps take the same time per kernel, of
+which LLVM has a half, emitting fusions a third, passes over the program a
+twelfth. A search has about sixty, most of them arithmetic on one number per
+leaf; each shape adds those that sample it, fetch a piece, write its mask, look
+for what is not finite and count. Methods that drop and grow search twice, and
+reset moments. Those sixty kernels are more than half of a dense step at 60
+leaves, whatever the leaves: the goal there is out of reach unless XLA compiles
+a computation on small arrays as one kernel, which it does only for small
+loops of its own."""
 
 MEMORY = """The peak of a fresh process over a step and an update step of the
 MLP, beyond that of the dense step, in bytes per weight. A mask takes 1 (packed,

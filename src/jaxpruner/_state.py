@@ -255,13 +255,12 @@ def _uniform(words: Array, like: Array) -> Array:
   Unlike those of `jax.random`, they can be computed anew in every pass over
   the scores instead of being stored.
   """
-  bits = _selection.flat_index(like.shape) * np.uint32(0x9E3779B1)
-  for word in (words[0], words[1]):
-    bits = bits ^ word
-    # Multiplication carries low bits upwards, shifts bring them back.
-    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
-      bits = (bits ^ (bits >> np.uint32(shift))) * np.uint32(factor)
-    bits = bits ^ (bits >> np.uint32(16))
+  step = words[1] | np.uint32(1)  # odd, so that no two elements share bits
+  bits = (_selection.flat_index(like.shape) * step) ^ words[0]
+  # Multiplication carries low bits upwards, shifts bring them back.
+  for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+    bits = (bits ^ (bits >> np.uint32(shift))) * np.uint32(factor)
+  bits = bits ^ (bits >> np.uint32(16))
   scores = (bits >> np.uint32(8)).astype(jnp.float32) * np.float32(2**-24)
   return _tree.shard_like(scores, like)
 
