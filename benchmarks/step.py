@@ -5,9 +5,9 @@
   python benchmarks/step.py --only compile --algorithms rigl --layers 5
 
 Sparse and dense steps (jitted, donated, Adam) run in turns in one process; a
-ratio is that of the medians. Compile time is the processor's for tracing,
-lowering and compiling, without a cache. Memory is the peak of a fresh process
-while it trains. Rows that are measured replace those of
+ratio is the median of those of all turns. Compile time is the processor's for
+tracing, lowering and compiling, without a cache. Memory is the peak of a fresh
+process while it trains. Rows that are measured replace those of
 `docs/results/step.json`; the page is written anew from all of them.
 """
 
@@ -218,14 +218,15 @@ def overhead(model: str, algorithms, repeats: int) -> list[dict]:
         jax.block_until_ready((run.params, run.state))
         if turn:
           times[key].append(time.perf_counter() - start)
-    median = {key: float(np.median(value)) for key, value in times.items()}
+    spent = {key: np.array(value) for key, value in times.items()}
+    over = {k: float(np.median(v / spent["dense"])) for k, v in spent.items()}
     row = {
       "model": model.split(",")[0],
       "batch": batch,
       "algorithm": name,
-      "dense ms": 1e3 * median["dense"],
-      "step": median["rest"] / median["dense"],
-      "update step": median["update"] / median["dense"],
+      "dense ms": 1e3 * float(np.median(spent["dense"])),
+      "step": over["rest"],
+      "update step": over["update"],
     }
     rows.append(row)
     print(json.dumps(row), flush=True)
@@ -357,11 +358,11 @@ random words are its own, how many weights it keeps) is data, not code, so
 leaves of one shape share their kernels. What is left is proportional to the
 number of kernels: dense and sparse steps take the same time per kernel, of
 which LLVM has a half, emitting fusions a third, passes over the program a
-twelfth. A search has about sixty, most of them arithmetic on one number per
+twelfth. A search has about fifty, most of them arithmetic on one number per
 leaf; each shape adds those that sample it, fetch a piece, write its mask, look
 for what is not finite and count. Methods that drop and grow search twice, and
-reset moments. Those sixty kernels are more than half of a dense step at 60
-leaves, whatever the leaves: the goal there is out of reach unless XLA compiles
+reset moments. Those fifty kernels are half of what a dense step of 60 leaves
+has, whatever the leaves: the goal there is out of reach unless XLA compiles
 a computation on small arrays as one kernel, which it does only for small
 loops of its own."""
 

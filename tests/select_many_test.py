@@ -14,8 +14,9 @@ from jaxpruner import _select_many, _state, mask_calculator
 from jaxpruner._recipe import recipe
 from jaxpruner._selection import Plan
 
-# Shorter, equal to, and no multiple of a piece.
+# Shorter, equal to, and no multiple of a piece; and all of them whole pieces.
 SHAPES = [(7,), (3, 5), (64,), (8, 9), (50, 4)]
+WHOLE = [(48,), (6, 16), (3, 48)]
 
 
 @functools.partial(jax.jit, static_argnames="together")
@@ -49,17 +50,22 @@ def short_pieces(monkeypatch):
   monkeypatch.setattr(_select_many, "_SAMPLE", 16)
 
 
-def leaves_of(seed, levels):
+def leaves_of(seed, levels, shapes):
   """Leaves with few distinct values, signed zeros, infinities and NaN."""
   rng = np.random.default_rng(seed)
   values = rng.standard_normal(levels).astype(np.float32)
   values = np.append(values, np.float32([0.0, -0.0, np.inf, -np.inf, np.nan]))
-  return [rng.choice(values, shape) for shape in SHAPES]
+  return [rng.choice(values, shape) for shape in shapes]
 
 
-@given(st.integers(0, 2**32 - 1), st.sampled_from([1, 3, 1000]), st.data())
-def test_masks_are_those_of_a_stable_sort(seed, levels, data):
-  leaves = leaves_of(seed, levels)
+@given(
+  st.integers(0, 2**32 - 1),
+  st.sampled_from([1, 3, 1000]),
+  st.sampled_from([SHAPES, WHOLE]),
+  st.data(),
+)
+def test_masks_are_those_of_a_stable_sort(seed, levels, shapes, data):
+  leaves = leaves_of(seed, levels, shapes)
   ones = [data.draw(st.integers(0, leaf.size)) for leaf in leaves]
   found = select(leaves, jnp.array(ones, jnp.uint32))
   for mask, wanted in zip(found, reference(leaves, ones), strict=True):
@@ -68,11 +74,20 @@ def test_masks_are_those_of_a_stable_sort(seed, levels, data):
 
 @given(st.integers(0, 2**32 - 1), st.sampled_from([1, 3, 1000]), st.data())
 def test_leaves_ranked_together_are_one_sort(seed, levels, data):
-  leaves = leaves_of(seed, levels)
+  leaves = leaves_of(seed, levels, SHAPES)
   ones = [data.draw(st.integers(0, sum(leaf.size for leaf in leaves)))]
   found = select(leaves, jnp.array(ones, jnp.uint32), together=True)
   for mask, wanted in zip(found, reference(leaves, ones, True), strict=True):
     np.testing.assert_array_equal(mask, wanted)
+
+
+@pytest.mark.quick
+def test_pieces_are_cut_so_that_little_hangs_over(monkeypatch):
+  monkeypatch.undo()
+  length = lambda *sizes: _select_many._length(np.array(sizes))
+  assert length(384 * 384, 384 * 1152, 384 * 1536) == 384 * 384
+  assert length(10**8) <= _select_many._PIECE
+  assert length(48, 96, 144) == 144  # to call a piece up costs more than it
 
 
 @pytest.mark.quick

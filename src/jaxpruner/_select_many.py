@@ -6,6 +6,7 @@ visits piece after piece; only fetching a piece is compiled per leaf.
 """
 
 import functools
+from collections.abc import Sequence
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +15,9 @@ from jax import Array, lax
 from jaxpruner import _selection as sel
 from jaxpruner._selection import COUNT, PROBES, Plan
 
-_PIECE = 1 << 16  # stays in the cache from fetching to counting
+_PIECE = 1 << 18  # at most: it stays in the cache from fetching to counting
+_VISIT = 1 << 16  # weights that could be counted while a piece is called up
+_ROWS = 16  # of a piece: threads share them
 _SAMPLE = 1 << 11
 # Of the first probes, in spreads around the rank a sample's threshold has.
 _RANKS = np.linspace(1, -1, PROBES, dtype=np.float32)
@@ -33,13 +36,29 @@ def _put(table: Array, row: Array, place: Array) -> Array:
   return lax.dynamic_update_index_in_dim(table, row, place, 0)
 
 
+def _length(sizes: np.ndarray) -> int:
+  """The length of all pieces: few pieces, and little of them beyond leaves."""
+  parts = -(-int(sizes.max()) // _PIECE) + np.arange(64)
+  lengths = np.unique(-(-sizes[:, None] // parts))
+  lengths = np.unique(-(-lengths // _ROWS) * _ROWS)
+  lengths = lengths[lengths <= max(_PIECE, _ROWS)]
+  cost = [np.sum(-(-sizes // n)) * (n + _VISIT) for n in lengths]
+  return int(lengths[np.argmin(cost)])
+
+
+def _totals(which: Sequence[Array]) -> Array:
+  """Count what is true in each of several pieces, [P]."""
+  rows = [w.reshape(_ROWS, -1).astype(jnp.int32) for w in which]
+  return jnp.sum(jnp.stack(sel.sums(rows, (1,))), 1).astype(COUNT)
+
+
 class _Pieces:
   """Where the pieces lie; all but `fetch` are static facts."""
 
   def __init__(self, plan: Plan):
     sizes = plan.leaf_sizes.astype(np.int64)
     self.plan = plan
-    self.length = min(_PIECE, 1 << int(sizes.max() - 1).bit_length())
+    self.length = _length(np.unique(sizes))
     self.number = -(-sizes // self.length)
     self.ends = np.cumsum(self.number)
     self.leaf = np.repeat(np.arange(len(sizes)), self.number)
@@ -49,13 +68,14 @@ class _Pieces:
     start = np.minimum(begin, np.maximum(sizes[self.leaf] - self.length, 0))
     end = np.minimum(sizes[self.leaf] - start, self.length)
     self.fresh = begin - start
+    self._whole = not self.fresh.any() and bool((end == self.length).all())
     segment = plan.segments[self.leaf]
     self._table = np.stack([segment, self.leaf, start, self.fresh, end], 1)
 
   def segment(self, piece: Array) -> Array:
     return _row(jnp.asarray(self._table[:, 0], _PLACE), piece)
 
-  def fetch(self, piece: Array) -> tuple[Array, Array]:
+  def fetch(self, piece: Array) -> tuple[Array, Array | bool]:
     """Images of a piece, and which of them count."""
 
     def of(i):
@@ -74,7 +94,8 @@ class _Pieces:
     branches = [of(i) for i in range(len(self.plan.leaves))]
     images = lax.switch(leaf.astype(jnp.int32), branches, start)
     place = lax.iota(COUNT, self.length)
-    return images, (place >= fresh) & (place < end)
+    real = self._whole or (place >= fresh) & (place < end)
+    return images, real
 
   def join(self, rows: Array) -> list[Array]:
     """Leaves of the rows [pieces, length] that the loop has written."""
@@ -136,9 +157,7 @@ def masks(plan: Plan, ones: Array, dtype) -> list[Array]:
         images, real = pieces.fetch(piece)
         levels = _row(probes, mine)
         hits = [(images >= sel.at(levels, p)) & real for p in range(PROBES)]
-        found = sel.sums([h.astype(jnp.int32) for h in hits], (0,))
-        found = jnp.stack(found).astype(COUNT)
-        return _put(counts, _row(counts, mine) + found, mine)
+        return _put(counts, _row(counts, mine) + _totals(hits), mine)
 
       return lax.cond(_row(active, mine), run, lambda counts: counts, counts)
 
@@ -162,7 +181,7 @@ def masks(plan: Plan, ones: Array, dtype) -> list[Array]:
     images, real = pieces.fetch(piece)
     threshold, left = _row(level, mine), _row(room, mine)
     equal = (images == threshold) & real
-    ties = sel.total(equal)
+    ties, _ = _totals([equal, ~equal])  # two, for the form `sums` is about
     end = lax.cond(
       ties > left, _cut, lambda *_: COUNT(pieces.length), equal, left
     )
@@ -182,8 +201,8 @@ def _cut(equal: Array, left: Array) -> Array:
   place = lax.iota(COUNT, equal.size)
 
   def halve(turn, end):
-    trial = end + (COUNT(equal.size) >> (turn + 1).astype(COUNT))
+    trial = end + (COUNT(1 << (turns - 1)) >> turn.astype(COUNT))
     return jnp.where(sel.total(equal & (place < trial)) <= left, trial, end)
 
-  turns = equal.size.bit_length() - 1
+  turns = equal.size.bit_length()
   return lax.fori_loop(0, turns, halve, sel.vary(COUNT(0), (equal, left)))
