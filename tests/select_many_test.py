@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxpruner import _select_many, _state, mask_calculator
+from jaxpruner import _select_many, _selection, _state, mask_calculator
 from jaxpruner._recipe import recipe
 from jaxpruner._selection import Plan
 
@@ -141,3 +141,39 @@ def kernels(number: int) -> set[str]:
 def test_equal_leaves_share_their_kernels():
   # XLA compiles equal kernels once: of more leaves there must not be more.
   assert len(kernels(16)) == len(kernels(12))
+
+
+def passes(scores: np.ndarray, ones: int) -> int:
+  """How many times a search looks at all scores, from a sample's probes."""
+  image = np.asarray(_selection.image(jnp.asarray(scores)))
+  plan = _selection.Plan.of([recipe(jnp.asarray(scores))], False)
+  seen = []
+
+  def count(probes, active, carry):
+    seen.append(probes)
+    hits = image[:, None] >= np.asarray(probes)[0]
+    return jnp.asarray(hits.sum(0, keepdims=True), jnp.uint32), carry
+
+  with jax.disable_jit():
+    whole = plan.whole()
+    _selection.search(
+      count,
+      jnp.asarray([ones], jnp.uint32),
+      whole,
+      whole.high,
+      anchor=(),
+      first=_select_many._guess(
+        _select_many._Pieces(plan), jnp.asarray([ones])
+      ),
+    )
+  return len(seen)
+
+
+@pytest.mark.parametrize("kept", [0.3, 0.2, 0.19])
+def test_many_equal_scores_take_few_passes(kept):
+  # Pruned weights score 0, and others next to nothing: the threshold is 0, or
+  # the least that is not.
+  rng = np.random.default_rng(0)
+  scores = np.exp(-40 * rng.random(1 << 14)).astype(np.float32)
+  scores[rng.random(scores.size) < 0.8] = 0
+  assert passes(scores, int(kept * scores.size)) <= 6

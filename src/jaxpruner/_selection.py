@@ -192,7 +192,8 @@ class Bracket(NamedTuple):
 
 # Where the next probes go, in standard deviations from the expected threshold.
 _SPREAD = np.array([-4, -2, -1, -0.3, 0.3, 1, 2, 4], np.float32)
-_EVEN = np.arange(1, PROBES + 1, dtype=np.float32) / (PROBES + 1)
+# The first is next to the lower end: many scores may be equal to that.
+_EVEN = np.arange(PROBES, dtype=np.float32) / PROBES
 
 
 def _next_probes(bracket: Bracket, ones: Array, evenly: Array) -> Array:
