@@ -273,7 +273,7 @@ def memory(algorithms) -> list[dict]:
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return int(done.stdout.split()[-1])
 
-  weights = sum(w.size for w in jax.tree.leaves(mlp(np.random)[0]))
+  weights = sum(w.size for w in jax.tree.leaves(mlp(np.random.default_rng(0))[0]))
   dense = peak("dense")
   rows = []
   for name in algorithms:
@@ -355,16 +355,15 @@ equal ones once. Goals: 1.5 at 60 leaves, 2 at 300.
 One loop visits the pieces of all leaves, so a search is compiled once, not once
 per leaf; and what tells equal leaves apart (where a leaf's mask lies, which
 random words are its own, how many weights it keeps) is data, not code, so
-leaves of one shape share their kernels. What is left is proportional to the
-number of kernels: dense and sparse steps take the same time per kernel, of
-which LLVM has a half, emitting fusions a third, passes over the program a
-twelfth. A search has about fifty, most of them arithmetic on one number per
-leaf; each shape adds those that sample it, fetch a piece, write its mask, look
-for what is not finite and count. Methods that drop and grow search twice, and
-reset moments. Those fifty kernels are half of what a dense step of 60 leaves
-has, whatever the leaves: the goal there is out of reach unless XLA compiles
-a computation on small arrays as one kernel, which it does only for small
-loops of its own."""
+leaves of one shape share their kernels. What is left grows with the number of
+kernels (LLVM has half of the time, emitting fusions a third, passes over the
+program a twelfth) and, a fifth of it, with the operations to trace and lower. A
+search has about fifty kernels, most of them arithmetic on one number per leaf;
+each shape adds those that sample it, fetch a piece, write its mask, look for
+what is not finite and count. Methods that drop and grow search twice, and reset
+moments. Fifty are half of what a dense step of 60 leaves has, whatever the
+leaves: the goal there is out of reach unless XLA compiles a computation on
+small arrays as one kernel, which it does only for loops it finds small."""
 
 MEMORY = """The peak of a fresh process over a step and an update step of the
 MLP, beyond that of the dense step, in bytes per weight. A mask takes 1 (packed,
