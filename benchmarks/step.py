@@ -273,7 +273,9 @@ def memory(algorithms) -> list[dict]:
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return int(done.stdout.split()[-1])
 
-  weights = sum(w.size for w in jax.tree.leaves(mlp(np.random.default_rng(0))[0]))
+  weights = sum(
+    w.size for w in jax.tree.leaves(mlp(np.random.default_rng(0))[0])
+  )
   dense = peak("dense")
   rows = []
   for name in algorithms:
@@ -345,7 +347,7 @@ reading and writing of weights, gradients and moments, 44 bytes per weight. A
 selection reads the scores five to seven times, to bracket, count, find ties,
 check for infinities and write. So an update step there costs as many passes
 more: 4 bytes each for |w|, 8 for |w·g|, and for random numbers, which are drawn
-anew in every pass rather than stored, some twenty integer operations."""
+anew in every pass rather than stored, some ten integer operations."""
 
 COMPILING = """Seconds of processor time for tracing, lowering and compiling,
 without a cache, one after the other in a warm process; one leaf in three is
