@@ -108,12 +108,26 @@ def language(args: argparse.Namespace) -> None:
         measure(key, params, extra | {"calibration_tokens": int(learn.size)})
 
 
+def views(photos: np.ndarray, width: int) -> np.ndarray:
+  """The photos whole, and their corners and middle at full size."""
+  size = photos.shape[1]
+  rest = size - width
+  places = [(0, 0), (0, rest), (rest, 0), (rest, rest), (rest // 2, rest // 2)]
+  crops = [photos[:, i : i + width, j : j + width] for i, j in places]
+  larger = [jax.image.resize(c, photos.shape, "linear") for c in crops]
+  return np.concatenate([photos, *map(np.asarray, larger)])
+
+
 def pictures(args: argparse.Namespace) -> None:
   """Measure a classifier, dense and pruned."""
   model = models.load(args.model)
   if args.model == "ResNet-50":
-    x, y = resnet50.photos()
-    learn, size = x[:, :, ::-1], 10
+    photos, y = resnet50.photos()
+    # Twenty photos are few: views of them to be judged by, and to learn from
+    # others, mirrored.
+    x, y, size = views(photos, 192), np.tile(y, 6), 20
+    mirrored = photos[:, :, ::-1]
+    learn = np.concatenate([views(mirrored, 160), views(mirrored, 208)[20:]])
   else:
     sets = data.load_cifar10()
     x = sets["test_x"][: args.images].astype(np.float32)
