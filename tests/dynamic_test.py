@@ -203,7 +203,7 @@ def test_deep_r_stops_weights_at_zero_and_replaces_them():
   signs = jax.tree.map(lambda p: np.where(p >= 0, 1, -1), params)
   state = tx.init(params)
   params = pruner.post_gradient_update(params, state)
-  grads = jax.tree.map(lambda g: g * 0.5, tree(9))
+  grads = jax.tree.map(lambda g: g * 2.0, tree(9))
   updates, stepped = jax.jit(tx.update)(grads, state, params)
   moved = optax.apply_updates(params, updates)
   stopped = 0
