@@ -38,11 +38,12 @@ def _put(table: Array, row: Array, place: Array) -> Array:
 
 def _length(sizes: np.ndarray) -> int:
   """The length of all pieces: few pieces, and little of them beyond leaves."""
+  sizes, number = np.unique(sizes, return_counts=True)
   parts = -(-int(sizes.max()) // _PIECE) + np.arange(64)
   lengths = np.unique(-(-sizes[:, None] // parts))
   lengths = np.unique(-(-lengths // _ROWS) * _ROWS)
   lengths = lengths[lengths <= max(_PIECE, _ROWS)]
-  cost = [np.sum(-(-sizes // n)) * (n + _VISIT) for n in lengths]
+  cost = [np.sum(number * -(-sizes // n)) * (n + _VISIT) for n in lengths]
   return int(lengths[np.argmin(cost)])
 
 
@@ -58,7 +59,7 @@ class _Pieces:
   def __init__(self, plan: Plan):
     sizes = plan.leaf_sizes.astype(np.int64)
     self.plan = plan
-    self.length = _length(np.unique(sizes))
+    self.length = _length(sizes)
     self.number = -(-sizes // self.length)
     self.ends = np.cumsum(self.number)
     self.leaf = np.repeat(np.arange(len(sizes)), self.number)

@@ -393,7 +393,7 @@ def expand(kind: SparsityType, units: Array, like: Any) -> Array:
   )
 
 
-def _ones_each(
+def ones_each(
   types: Sequence[SparsityType], shapes: Sequence[Shape], sparsities: Any
 ) -> list[Any]:
   """Return how many units each leaf keeps.
@@ -433,7 +433,7 @@ def create_masks(
   units = select(
     [types[i] for i in rest],
     [pool(types[i], scores[i]) for i in rest],
-    _ones_each(
+    ones_each(
       [types[i] for i in rest],
       [scores[i].shape for i in rest],
       [sparsities[i] for i in rest],

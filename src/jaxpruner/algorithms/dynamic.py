@@ -170,8 +170,7 @@ class GraNet(sparse_trainers.RigL):
     del counts
     now = self.sparsities_at(sparse_state, params, sparse_state.count)
     wanted = [s for s in _tree.align(params, now) if s is not None]
-    each = zip(kinds, shapes, wanted, strict=True)
-    ones = [kind.ones(shape, sparsity) for kind, shape, sparsity in each]
+    ones = sparsity_types.ones_each(kinds, shapes, wanted)
     return jnp.stack([jnp.asarray(n, jnp.int32) for n in ones])
 
 
