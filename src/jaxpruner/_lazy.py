@@ -5,6 +5,7 @@ a traced update, scores that are elementwise expressions of the parameters are
 therefore handed on as functions.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ import jax
 import jax.extend.core
 import jax.numpy as jnp
 
-from jaxpruner import _jaxprs
+from jaxpruner import _jaxprs, _selection
 
 # Cheap operations that keep the shape: worth repeating in every pass.
 _CHEAP = frozenset(
@@ -25,12 +26,17 @@ _SMALL = 1024  # values that are computed once, however dear
 
 
 class Lazy:
-  """Scores of a leaf that exist only while they are used."""
+  """Scores of a leaf that exist only while they are used.
 
-  def __init__(self, fn: Callable[[], jax.Array]):
-    aval = jax.eval_shape(fn)
-    self.fn, self.shape, self.dtype = fn, aval.shape, aval.dtype
-    self.size, self.ndim = aval.size, len(aval.shape)
+  Attributes:
+    finite: whether all are; known once a selection has looked at them.
+  """
+
+  finite: jax.Array | None = None
+
+  def __init__(self, fn: Callable[[], jax.Array], shape: tuple[int, ...]):
+    self.fn, self.shape = fn, shape
+    self.size, self.ndim = math.prod(shape), len(shape)
 
   def __call__(self) -> jax.Array:
     return self.fn()
@@ -41,10 +47,17 @@ def value(scores: Any) -> jax.Array:
   return scores() if isinstance(scores, Lazy) else jnp.asarray(scores)
 
 
+def finite(scores: Any) -> jax.Array:
+  """Return whether all scores are finite; takes a pass only if unknown."""
+  if isinstance(scores, Lazy) and scores.finite is not None:
+    return scores.finite
+  return _selection.odd(value(scores)) == 0
+
+
 def lift(fn: Callable[..., jax.Array], *scores: Any) -> Any:
   """Apply an elementwise function; lazily if the scores are lazy."""
   if any(isinstance(s, Lazy) for s in scores):
-    return Lazy(lambda: fn(*map(value, scores)))
+    return Lazy(lambda: fn(*map(value, scores)), scores[0].shape)
   return fn(*scores)
 
 
@@ -82,7 +95,7 @@ def defer(fn: Callable[..., Any], *args: Any) -> Any:
       constvars=[], invars=list(known), eqns=eqns, outvars=[out]
     )
     run = jax.extend.core.jaxpr_as_fun(closed.replace(jaxpr=part, consts=[]))
-    return Lazy(lambda: run(*known.values())[0])
+    return Lazy(lambda: run(*known.values())[0], out.aval.shape)
 
   results = list(map(result, jaxpr.outvars, slices))
   return jax.tree.unflatten(jax.tree.structure(shapes), results)

@@ -1,239 +1,218 @@
-"""Select on one device: scores seen as a matrix, counted row by row.
+"""Select on one device: one loop searches leaf after leaf.
 
-A strided sample brackets the thresholds first; leaves no larger than their
-sample are solved there. Then passes over the large leaves count per row, so
-that the last pass also tells the row in which ties are cut: cutting them takes
-one row, not another pass.
+A leaf is seen as a matrix. A strided sample says about where its threshold is;
+passes count, row by row, how many scores reach each probe; and the last of
+them also tells the row in which ties are cut, so that cutting them takes one
+row, not another pass. To compile a search for each leaf by itself would take
+longer than to compile the model: here only what reads a leaf is compiled for
+its shape, and equal leaves share it.
 """
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jaxpruner import _select_many
 from jaxpruner import _selection as sel
 from jaxpruner._recipe import Recipe
-from jaxpruner._selection import COUNT, PROBES, Bracket, Plan, at
+from jaxpruner._selection import COUNT, PROBES, Plan, at
 
-_RUN = 16  # neighbours a sample takes together: a cache line of float32
 _COMPARISONS = 1 << 22  # so many take about a millisecond
-_FEW = 8  # leaves; more would take too long to compile each by itself
-_SMALL = 1 << 25  # weights ranked together; more must take no extra memory
-_GROUPS = 8  # of leaves; a group whose thresholds are known costs nothing
+_COLUMNS = (1 << 16) - 1  # at most: 16-bit scores are counted in 16 bits
+_ROWS = 1 << 6  # at least: threads share them
+_SAMPLE = 1 << 11
+_BRANCHES = 1 << 3
+# The first and the last of the first probes only tell what is not finite.
+_EVEN = np.linspace(0, 1, PROBES - 2, dtype=np.float32)
+
+# A place counted from the start: unsigned, so that JAX does not ask whether it
+# counts from the end, which would be one more kernel each time.
+_PLACE = np.uint32
 
 
-def _sample(plan: Plan) -> tuple[Array, np.ndarray]:
-  """One row of images per segment, and how many of each row are real."""
-  share = int(plan.sizes.sum()) // (256 * len(plan.sizes))
-  budget = 1 << min(max(share.bit_length(), 11), 15)
-  rows = []
-  for segment, size in enumerate(plan.sizes):
-    parts = []
-    for i in np.flatnonzero(plan.segments == segment).tolist():
-      scores, count = plan.image(i).reshape(-1), plan.leaves[i].size
-      if size > budget:
-        runs = max(1, budget * count // int(size) // _RUN)
-        stride = count // runs
-        if stride > _RUN:
-          scores = scores[: runs * stride].reshape(runs, stride)[:, :_RUN]
-      parts.append(scores.reshape(-1).astype(plan.wide))
-    rows.append(parts[0] if len(parts) == 1 else jnp.concatenate(parts))
-  real = np.array([row.size for row in rows])
-  bottom = jnp.iinfo(plan.wide).min
-  pad = lambda x: jnp.pad(x, (0, real.max() - x.size), constant_values=bottom)
-  return jnp.stack([pad(row) for row in rows]), real
+def _rows(table: Array, place: Array, number: int = 1) -> Array:
+  return lax.dynamic_slice_in_dim(table, place, number)
 
 
-def _search_sample(sample: Array, ones: Array, start: Bracket) -> Bracket:
-  """Search the rows of `sample` [S, W] for several `ones` [S, T] each."""
-
-  def count(probes, active, carry):
-    del active
-    probes = probes.reshape(*ones.shape, PROBES)
-    hits = [sample[:, None] >= probes[:, :, j, None] for j in range(PROBES)]
-    counts = sel.sums([h.astype(COUNT) for h in hits], (2,))
-    return jnp.stack(counts, -1).reshape(-1, PROBES), carry
-
-  repeat = lambda x: jnp.repeat(x, ones.shape[1])
-  start = Bracket(*map(repeat, start))
-  found, _, _ = sel.search(
-    count, ones.reshape(-1), start, start.high, anchor=sample
-  )
-  return Bracket(*(x.reshape(ones.shape) for x in found))
+def _put(table: Array, rows: Array, place: Array) -> Array:
+  return lax.dynamic_update_slice_in_dim(table, rows, place, 0)
 
 
-def _columns(size: int) -> int:
-  """The row length for a leaf: a divisor of its size if there is one.
+def _number_of_rows(sizes: np.ndarray) -> int:
+  """In how many rows to see leaves; a divisor of all sizes, if there is one."""
+  least = max(_ROWS, -(-int(sizes.max()) // _COLUMNS))
+  common = int(np.gcd.reduce(sizes))
+  fitting = (rows for rows in range(least, 2 * least) if common % rows == 0)
+  return next(fitting, least)
 
-  Rows are long enough to vectorize and to make counts few, and short enough
-  for 16-bit counters and for the cut of the ties.
+
+@functools.partial(jax.jit, static_argnames=("rows", "tail"))
+def _row_counts(
+  scores: Array, probes: Sequence[Array], *, rows: int, tail: bool
+) -> list[Array]:
+  """How many images of each row are below each probe: `PROBES` of [rows].
+
+  With `tail`, one more row has what does not fill the others.
   """
-  if size < 8192:
-    return size
-  for columns in (*range(4096, 8192), *range(4095, 1023, -1)):
-    if size % columns == 0:
-      return columns
-  return 4096
+  images = sel.image(scores).reshape(-1)
+  # Narrow counters keep twice the lanes per vector for 16-bit scores. What is
+  # below is counted: to compare the other way takes one operation more.
+  counter = jnp.uint16 if images.dtype.itemsize <= 2 else COUNT
+  hits = lambda x: [(x < probe).astype(counter) for probe in probes]
+  columns = images.size // rows
+  body, rest = images[: rows * columns], images[rows * columns :]
+  counts = sel.sums(hits(body.reshape(rows, columns)), (1,))
+  if tail:
+    last = sel.sums(hits(rest), (0,))
+    counts = [jnp.append(c, x) for c, x in zip(counts, last, strict=True)]
+  return [c.astype(COUNT) for c in counts]
 
 
-def _row_counts(scores: Array, levels: Sequence[Array]) -> list[Array]:
-  """How many images of each row reach each level: `PROBES` of [rows]."""
-  columns = _columns(scores.size)
-  rows = scores.size // columns
-  # Narrow counters keep twice the lanes per vector for 16-bit scores.
-  counter = jnp.int16 if scores.dtype.itemsize <= 2 else jnp.int32
-  hits = lambda x: [(x >= level).astype(counter) for level in levels]
-  scores = scores.reshape(-1)
-  body = scores[: rows * columns].reshape(rows, columns)
-  counts = sel.sums(hits(body), (1,))
-  if rows * columns < scores.size:
-    tail = sel.sums(hits(scores[rows * columns :]), (0,))
-    counts = [jnp.append(c, t) for c, t in zip(counts, tail, strict=True)]
-  return counts
-
-
-def _first_reaching(
-  values: Array, need: Array, begin, end
-) -> tuple[Array, Array]:
-  """Where, from `begin`, the sum of `values` first reaches `need`.
-
-  Args:
-    values: [L, W] or [1, W].
-    need: [L], at least 1.
-    begin: [L], the range of `values` that each sum is taken over,
-    end: [L], which is also the result where `need` is never reached.
-
-  Returns:
-    The position, and the sum before it, each [L].
-  """
-  index = lax.broadcasted_iota(COUNT, (1, values.shape[1]), 1)
-  begin, end = jnp.asarray(begin, COUNT), jnp.asarray(end, COUNT)
+def _first_reaching(values: Array, need: Array) -> tuple[Array, Array]:
+  """Where the sum of `values` [W] first reaches `need`, and that before it."""
+  index = lax.iota(COUNT, values.size)
 
   def before(*positions):
-    inside = index >= begin[:, None]
-    chosen = [inside & (index < p[:, None]) for p in positions]
-    return sel.sums([jnp.where(c, values, 0) for c in chosen], (1,))
+    return sel.sums([jnp.where(index < p, values, 0) for p in positions], (0,))
 
   # Two bits of the position at a time.
-  turns = (values.shape[1].bit_length() + 1) // 2
+  turns = (values.size.bit_length() + 1) // 2
 
-  def body(turn, position):
+  def body(turn, state):
+    position, found = state
     unit = COUNT(1) << (2 * (turns - 1 - turn)).astype(COUNT)
     trials = [position + unit * i for i in range(1, 4)]
     for trial, total in zip(trials, before(*trials), strict=True):
-      fits = (trial <= end) & (total < need)
+      fits = total < need
       position = jnp.where(fits, trial, position)
-    return position
+      found = jnp.where(fits, total, found)
+    return position, found
 
-  start = sel.vary(begin, (values, need))
-  position = lax.fori_loop(0, turns, body, start)
-  # Two operands keep the reduction in the form that `sums` is about.
-  return position, before(position, end)[0]
-
-
-class _Rows:
-  """The rows of all large leaves, side by side."""
-
-  def __init__(self, plan: Plan, leaves: list[int]):
-    self.plan, self.leaves = plan, leaves
-    sizes = [plan.leaves[i].size for i in leaves]
-    self.columns = [_columns(n) for n in sizes]
-    self.numbers = [
-      -(-n // c) for n, c in zip(sizes, self.columns, strict=True)
-    ]
-    self.ends = np.cumsum(self.numbers)
-    self.begins = self.ends - self.numbers
-    self.segments = plan.segments[leaves]
-    self.owner = np.repeat(self.segments, self.numbers)
-    parts = np.array_split(np.arange(len(leaves)), min(_GROUPS, len(leaves)))
-    self.groups = [part.tolist() for part in parts]
-
-  def blank(self) -> list[Array]:
-    """Counts of no pass: one [P, rows] per group."""
-    lengths = [sum(self.numbers[j] for j in group) for group in self.groups]
-    return [jnp.zeros((PROBES, n), COUNT) for n in lengths]
-
-  def count(self, probes, active, carry):
-    """One pass: counts per segment, and per row to carry on."""
-    new = []
-    for group, old in zip(self.groups, carry, strict=True):
-
-      def run(probes, old, group=group):
-        counts = []
-        for j in group:
-          scores = self.plan.image(self.leaves[j])
-          levels = at(probes, int(self.segments[j])).astype(scores.dtype)
-          levels = [at(levels, p) for p in range(PROBES)]
-          counts.append(_row_counts(scores, levels))
-        rows = [jnp.concatenate(c) for c in zip(*counts, strict=True)]
-        return sel.vary(jnp.stack(rows).astype(COUNT), old)
-
-      # Inside a conditional nothing is hoisted out of the loop, where it
-      # would be stored.
-      busy = jnp.any(active[np.unique(self.segments[group])])
-      new.append(lax.cond(busy, run, lambda probes, old: old, probes, old))
-    rows = jnp.concatenate(new, 1)
-    number = np.arange(len(self.plan.sizes))[:, None]
-    mine = jnp.asarray(self.owner == number) if len(number) > 1 else True
-    totals = [jnp.where(mine, at(rows, p), 0) for p in range(PROBES)]
-    totals = [t.reshape(len(number), -1) for t in totals]
-    return jnp.stack(sel.sums(totals, (1,)), 1), new
-
-  def cut(self, bracket: Bracket, probes: Array, carry, kept: Array) -> Array:
-    """Where to cut the ties of each large leaf so that `kept` [S] remain."""
-    plan = self.plan
-    rows = jnp.concatenate(carry, 1)
-    match = sel.ties_at(bracket, probes)[self.owner].T
-    at_top = (bracket.low == plan.whole().high)[self.owner]
-    ties = rows[:-1] - jnp.where(at_top, 0, rows[1:])
-    ties = jnp.sum(jnp.where(match, ties, 0), 0, keepdims=True, dtype=COUNT)
-
-    low, kept = bracket.low[self.segments], kept[self.segments]
-    whole = jnp.asarray(plan.leaf_sizes[self.leaves])
-    some = jnp.ones(kept.shape, jnp.bool_)
-    if plan.together:  # else a leaf that is tied keeps some of its ties
-      columns = np.arange(ties.shape[1])
-      mine = (columns >= self.begins[:, None]) & (columns < self.ends[:, None])
-      total = jnp.sum(jnp.where(mine, ties, 0), 1, dtype=COUNT)
-      kept = sel.split_ties(kept, total)
-      some = kept < total
-    row, before = _first_reaching(
-      ties, jnp.maximum(kept, 1), self.begins, self.ends
-    )
-    row -= self.begins.astype(np.uint32)
-
-    found, starts = [], []
-    for j, i in enumerate(self.leaves):
-      columns, size = self.columns[j], plan.leaves[i].size
-      start = at(row, j) * COUNT(columns)
-      # The last row may be short: fetch a whole one that ends with it.
-      fetched = jnp.minimum(start, COUNT(size - columns))
-      scores = lax.dynamic_slice(
-        plan.image(i).reshape(-1), (fetched,), (columns,)
-      )
-      equal = scores == at(low, j).astype(scores.dtype)
-      equal &= lax.iota(COUNT, columns) >= start - fetched
-      found.append(jnp.pad(equal, (0, max(self.columns) - columns)))
-      starts.append(fetched)
-    found, none = jnp.stack(found).astype(COUNT), np.zeros(len(self.leaves))
-    end, _ = _first_reaching(found, kept - before, none, self.columns)
-    end += jnp.stack(starts) + 1
-    return jnp.where(kept == 0, 0, jnp.where(some, end, whole))
+  start = sel.vary((COUNT(0), COUNT(0)), (values, need))
+  return lax.fori_loop(0, turns, body, start)
 
 
-def _cut_sample(plan: Plan, sample, bracket: Bracket, kept: Array) -> Array:
-  """Where to cut the ties of leaves that the sample holds whole."""
-  ties = (sample == bracket.low[:, None]).astype(COUNT)
-  none = np.zeros(len(plan.sizes))
-  width = none + sample.shape[1]
-  end = _first_reaching(ties, jnp.maximum(kept, 1), none, width)[0] + 1
-  before = np.zeros(len(plan.leaves), np.uint32)
-  if plan.together:
-    before = np.cumsum(plan.leaf_sizes, dtype=np.uint32) - plan.leaf_sizes
-  end = end[plan.segments]
-  return jnp.minimum(jnp.where(end > before, end - before, 0), plan.leaf_sizes)
+class _Leaves:
+  """What is done to a leaf whose number is known only when it is done."""
+
+  def __init__(self, plan: Plan):
+    sizes = plan.leaf_sizes.astype(np.int64)
+    self.plan = plan
+    self.rows = _number_of_rows(sizes)
+    self.tail = bool((sizes % self.rows).any())
+    # Elements of a row, and of what is fetched for it: the last may be short.
+    self.columns = sizes // self.rows
+    self.lengths = np.minimum(sizes, np.maximum(self.columns, self.rows))
+    # A larger sample would bring its own cost back only for large leaves.
+    sample = np.clip(int(plan.sizes.mean()) >> 10, _SAMPLE, 4 * _SAMPLE)
+    share = -(-sample * sizes // (sizes.sum() if plan.together else sizes))
+    self.strides = -(-sizes // share)
+    self.taken = -(-sizes // self.strides)
+    # What the ties of a segment are counted in: rows, then elements. One
+    # length for both, so that the search is compiled once.
+    rows = self.number * (self.rows + self.tail)
+    self.width = max(rows, int(self.lengths.max()))
+
+  @property
+  def number(self) -> int:
+    """How many leaves a segment has."""
+    return len(self.plan.leaves) // len(self.plan.sizes)
+
+  def _switch(self, leaf: Array, run: Callable[..., Any], *args) -> Any:
+    """`run(leaf, *args)`, for a leaf known by its number."""
+    count, bits = len(self.plan.leaves), _BRANCHES.bit_length() - 1
+
+    # JAX hands every branch the inputs of all: of a hundred branches there are
+    # a hundred times as many, of a tree of them a few times.
+    def among(first: int, level: int):
+      if not level:
+        return functools.partial(run, first)
+      step = _BRANCHES ** (level - 1)
+      end = min(first + step * _BRANCHES, count)
+      branches = [among(i, level - 1) for i in range(first, end, step)]
+      number = (leaf >> _PLACE(bits * (level - 1))) & _PLACE(_BRANCHES - 1)
+      if len(branches) == 1:
+        return branches[0]
+      return lambda *args: lax.switch(number.astype(np.int32), branches, *args)
+
+    level = -(-(count - 1).bit_length() // bits)
+    return among(0, level)(*args)
+
+  def count(self, leaf: Array, probes: Array) -> list[Array]:
+    """How many of each row are below each probe: `PROBES` of [rows]."""
+
+    def run(i, *probes):
+      scores = self.plan.leaves[i].scores()
+      return _row_counts(scores, probes, rows=self.rows, tail=self.tail)
+
+    return self._switch(leaf, run, *(at(probes, p) for p in range(PROBES)))
+
+  def filled(self, first: Array) -> Array:
+    """How many scores the rows of a segment have, [N, rows]."""
+    columns, sizes = self.columns, self.plan.leaf_sizes
+    table = jnp.asarray(np.stack([columns, sizes - self.rows * columns]), COUNT)
+    columns, rest = lax.dynamic_slice_in_dim(table, first, self.number, axis=1)
+    filled = jnp.tile(columns[:, None], self.rows)
+    return jnp.append(filled, rest[:, None], 1) if self.tail else filled
+
+  def _fetch(self, i: int) -> Array:
+    return self.plan.leaves[i].scores().reshape(-1)
+
+  def sample(self, leaf: Array) -> Array:
+    """Images, evenly from all of the leaf; padded at the bottom, as NaN is."""
+    width = int(self.taken.max())
+
+    def run(i):
+      scores = self._fetch(i)[:: int(self.strides[i])]
+      return jnp.pad(scores, (0, width - scores.size))
+
+    images = sel.image(self._switch(leaf, run))
+    if (self.taken == width).all():
+      return images
+    real = _rows(jnp.asarray(self.taken, COUNT), leaf)
+    bottom = sel.bounds(self.plan.dtype)[0]
+    return jnp.where(lax.iota(COUNT, width) < real, images, bottom)
+
+  def ties(self, leaf: Array, row: Array, level: Array) -> tuple[Array, Array]:
+    """Which of a row are at the level; the index of the first of them."""
+
+    def run(i, start):
+      length = int(self.lengths[i])
+      scores = lax.dynamic_slice(self._fetch(i), (start,), (length,))
+      return jnp.pad(scores, (0, self.width - length))
+
+    table = [self.columns, self.plan.leaf_sizes - self.lengths, self.lengths]
+    table = jnp.asarray(np.stack(table, 1), COUNT)
+    columns, last, length = _rows(table, leaf)[0]
+    # Of the last row, a whole one that ends with it is fetched.
+    start = row * columns
+    fetched = jnp.minimum(start, last)
+    equal = sel.image(self._switch(leaf, run, fetched)) == level
+    index = lax.iota(COUNT, self.width)
+    equal &= (index >= start - fetched) & (index < length)
+    return equal.astype(COUNT), fetched
+
+
+def _guess(sample: Array, real: Array, share: Array, ends: Any) -> Array:
+  """The first probes [P]: `ends`, and around a sample's threshold."""
+  # The threshold lies within 3.5 standard deviations, as good as always.
+  spread = 3.5 * jnp.sqrt(real * share * (1 - share)) + 2
+  ranks = share * real + spread * np.float32([1, -1])
+  # Ranks are from the top.
+  index = (sample.size - jnp.clip(ranks, 1, real)).astype(_PLACE)
+  low, high = jnp.sort(sample).at[index].get(mode="promise_in_bounds")
+  step = sel.part(sel.as_unsigned(high - low), _EVEN)
+  step = jnp.maximum(step, np.arange(PROBES - 2, dtype=step.dtype))
+  probes = jnp.pad(low + sel.as_signed(step), 1)
+  least, most = (low.dtype.type(end) for end in ends)
+  place = lax.iota(jnp.int32, PROBES)
+  # Ascending, also where the sample has met what is not finite.
+  probes = jnp.where(place == 0, least, jnp.clip(probes, least, most))
+  return jnp.where(place == PROBES - 1, most, probes)
 
 
 def _by_rank(plan: Plan, ones: Array, dtype) -> list[Array]:
@@ -257,68 +236,125 @@ def _by_rank(plan: Plan, ones: Array, dtype) -> list[Array]:
   return masks
 
 
-def masks(
-  leaves: Sequence[Recipe], ones: Array, *, together: bool, dtype
-) -> list[Array]:
-  """Masks with `ones` [S] ones per segment, for leaves on one device."""
-  plan = Plan.of(leaves, together)
-  if int(np.sum(plan.sizes**2)) <= _COMPARISONS:
-    return _by_rank(plan, ones, dtype)
-  small = not together or int(plan.sizes.sum()) <= _SMALL
-  if len(leaves) > _FEW and small:
-    return _select_many.masks(plan, ones, dtype)
-  whole, wanted = plan.whole(), jnp.maximum(ones, 1)
-  sample, real = _sample(plan)
-  seen = whole._replace(reach=jnp.asarray(real, COUNT))
-  solved = real == plan.sizes
-  large = [i for i in range(len(leaves)) if not solved[plan.segments[i]]]
-  rows = _Rows(plan, large) if large else None
+def _search(
+  leaves: _Leaves, segment: Array, ones: Array, facts: Array
+) -> tuple[Array, Array, Array]:
+  """The level of a segment [1], and where its leaves cut their ties [N].
 
-  if rows is None:
-    bracket = _search_sample(sample, wanted[:, None], seen)
-    bracket = Bracket(*(x[:, 0] for x in bracket))
-    probes = carry = sample  # not read
-  else:
-    # The sample brackets the threshold at 3.5 standard deviations.
-    share = wanted.astype(jnp.float32) / plan.sizes.astype(np.float32)
-    count = real.astype(np.float32)
-    spread = 3.5 * jnp.sqrt(count * share * (1 - share)) + 2
-    ends = jnp.stack([share * count + spread, share * count - spread], 1)
-    ends = jnp.clip(ends, 1, count[:, None]).astype(COUNT)
-    ends = jnp.where(solved[:, None], wanted[:, None], ends)
-    found = _search_sample(sample, ends, seen)
-    exact = Bracket(*(x[:, 0] for x in found))
+  And whether all its scores are finite, [1].
+  """
+  plan, number = leaves.plan, leaves.number
+  size, real = facts
+  whole = plan.whole(size[None])
+  first, wanted = segment * _PLACE(number), jnp.maximum(ones, 1)
 
-    low, high = found.low[:, 0], found.high[:, 1]
-    width = sel.as_unsigned(jnp.maximum(high, low) - low)[:, None]
-    even = np.arange(PROBES, dtype=np.float32) / (PROBES - 1)
-    step = sel.part(width, even)
-    step = jnp.maximum(step, jnp.arange(PROBES, dtype=step.dtype))
-    # To the passes, a segment solved by the sample is settled from the start.
-    start = exact._replace(reach=wanted).where(solved, whole)
-    bracket, probes, carry = sel.search(
-      rows.count,
-      wanted,
-      start,
-      whole.high,
-      anchor=plan.inputs,
-      first=low[:, None] + sel.as_signed(step),
-      carry=rows.blank(),
-    )
-    bracket = exact.where(solved, bracket)
+  def each(run, tables):
+    """Tables with a row of what `run` gives for each leaf."""
+    if number == 1:
+      return [row[None] for row in run(first)]
 
-  tied = bracket.reach != wanted
-  kept = wanted - bracket.beyond
+    def visit(i, tables):
+      rows = run(first + i)
+      return [_put(t, r[None], i) for t, r in zip(tables, rows, strict=True)]
+
+    return lax.fori_loop(_PLACE(0), _PLACE(number), visit, tables)
+
+  def count(probes, active, carry):
+    look = lambda rows: each(lambda leaf: leaves.count(leaf, probes[0]), rows)
+    if len(plan.leaves) > 1:
+      rows = look(carry[0])
+    else:
+      # Outside of a conditional, or of the choice of a leaf, its scores would
+      # be hoisted out of the loop, and stored.
+      rows = lax.cond(active[0], look, lambda rows: rows, carry[0])
+    below = jnp.stack(sel.sums(rows, (0, 1)))
+    reached, (least, most) = whole.reach[:, None] - below, ends
+    odd = (probes == least) & (below > 0) | (probes == most) & (reached > 0)
+    return reached, (rows, probes, carry[2] & ~jnp.any(odd, 1))
+
+  blank = jnp.zeros((number, int(leaves.taken.max())), whole.low.dtype)
+  blank = sel.vary([blank], (plan.inputs, segment))
+  (sample,) = each(lambda leaf: [leaves.sample(leaf)], blank)
+  size, real, share = (x.astype(jnp.float32) for x in (size, real, wanted[0]))
+  ends = sel.finite_bounds(plan.dtype)
+  guess = _guess(sample.reshape(-1), real, share / size, ends)[None]
+  rows = jnp.zeros((number, leaves.rows + leaves.tail), COUNT)
+  bracket, (rows, probes, finite) = sel.search(
+    count,
+    wanted,
+    whole,
+    whole.high,
+    anchor=plan.inputs,
+    first=guess,
+    carry=([rows] * PROBES, guess, jnp.ones(1, jnp.bool_)),
+  )
+  sizes = _rows(jnp.asarray(plan.leaf_sizes), first, number)
+  sizes = sel.vary(sizes, (bracket, plan.inputs))
 
   def cut():
-    cuts = jnp.asarray(plan.leaf_sizes)
-    if solved.any():
-      cuts = _cut_sample(plan, sample, bracket, kept)
-    if rows is not None:
-      ends = rows.cut(bracket, probes, carry, kept)
-      cuts = cuts.at[np.array(large)].set(ends)
-    return jnp.where(tied[plan.segments], cuts, plan.leaf_sizes)
+    match, ties = sel.ties_at(bracket, probes)[0], jnp.zeros_like(rows[0])
+    for p in range(PROBES - 1):
+      # Beyond the highest image there is no probe; all are below it.
+      at_top = bracket.low == whole.high
+      over = jnp.where(at_top, leaves.filled(first), rows[p + 1])
+      ties = jnp.where(at(match, p), over - rows[p], ties)
+    width, kept = ties.shape[1], (wanted - bracket.beyond)[0]
+    ties = jnp.pad(ties.reshape(-1), (0, leaves.width - ties.size))
+    row, before = _first_reaching(ties, kept)
+    # Leaves before the one in which the ties are cut keep theirs.
+    i = row // COUNT(width) if number > 1 else COUNT(0)
+    row -= i * COUNT(width)
+    equal, start = leaves.ties(first + i, row, bracket.low[0])
+    end = _first_reaching(equal, kept - before)[0] + start + 1
+    index = lax.iota(COUNT, number)
+    return jnp.where(index < i, sizes, jnp.where(index == i, end, 0))
 
-  keep_all = lambda: sel.vary(jnp.asarray(plan.leaf_sizes), (tied, sample))
-  cuts = lax.cond(jnp.any(tied), cut, keep_all)
-  return plan.masks(bracket.low, cuts, ones, dtype)
+  tied = (bracket.reach != wanted)[0]
+  cuts = lax.cond(tied, cut, lambda: sizes)
+  none = ones == 0
+  level = jnp.where(none, whole.high, bracket.low)
+  return level, jnp.where(none, 0, cuts), finite
+
+
+def masks(
+  leaves: Sequence[Recipe], ones: Array, *, together: bool, dtype
+) -> tuple[list[Array], Array]:
+  """Masks with `ones` [S] ones per segment, for leaves on one device.
+
+  And which segments have finite scores only, [S].
+  """
+  plan = Plan.of(leaves, together)
+  if int(np.sum(plan.sizes**2)) <= _COMPARISONS:
+    return _by_rank(plan, ones, dtype), plan.finite()
+  return by_search(plan, ones, dtype)
+
+
+def by_search(plan: Plan, ones: Array, dtype) -> tuple[list[Array], Array]:
+  """The same, for leaves of any size."""
+  many, segments = _Leaves(plan), len(plan.sizes)
+  taken = many.taken.reshape(segments, -1).sum(1)
+  facts = jnp.asarray(np.stack([plan.sizes, taken], 1), COUNT)
+
+  def solve(segment, state):
+    levels, cuts, finite = state
+    level, ends, good = _search(
+      many, segment, _rows(ones, segment), _rows(facts, segment)[0]
+    )
+    place = segment * _PLACE(many.number)
+    return (
+      _put(levels, level, segment),
+      _put(cuts, ends, place),
+      _put(finite, good, segment),
+    )
+
+  start = (
+    plan.whole(facts[:, 0]).low,
+    jnp.asarray(plan.leaf_sizes),
+    jnp.ones(segments, jnp.bool_),
+  )
+  start = sel.vary(start, (plan.inputs, ones))
+  state = lax.fori_loop(_PLACE(0), _PLACE(segments), solve, start)
+  levels, cuts, finite = state
+  if plan.together:
+    levels = jnp.broadcast_to(levels, cuts.shape)
+  return plan.masks(levels, cuts, dtype), finite

@@ -31,7 +31,7 @@ def _counter(plan: Plan, segments: np.ndarray, ranked):
       counts = []
       for i, leaf in enumerate(plan.leaves):
         scores, among = ranked(i)
-        levels = at(probes, int(segments[i])).astype(scores.dtype)
+        levels = at(probes, int(segments[i]))
         hits = [among & (scores >= at(levels, p)) for p in range(PROBES)]
         hits = [h.astype(COUNT) for h in hits]
         axes = tuple(range(len(leaf.shape)))
@@ -49,10 +49,14 @@ def _counter(plan: Plan, segments: np.ndarray, ranked):
 
 def masks(
   leaves: Sequence[Recipe], ones: Array, *, together: bool, dtype
-) -> list[Array]:
-  """Masks with `ones` [S] ones per segment, for leaves of any sharding."""
+) -> tuple[list[Array], Array]:
+  """Masks with `ones` [S] ones per segment, for leaves of any sharding.
+
+  And which segments have finite scores only, [S].
+  """
   plan = Plan.of(leaves, together)
-  whole, wanted = plan.whole(), jnp.maximum(ones, 1)
+  whole = plan.whole(jnp.asarray(plan.sizes, COUNT))
+  wanted = jnp.maximum(ones, 1)
   count_leaves = _counter(
     plan, plan.segments, lambda i: (plan.image(i), np.True_)
   )
@@ -61,16 +65,14 @@ def masks(
     counts, carry = count_leaves(probes, active, carry)
     return plan.per_segment(counts), carry
 
-  bracket, _, _ = sel.search(
-    count, wanted, whole, whole.high, anchor=plan.inputs
-  )
+  bracket, _ = sel.search(count, wanted, whole, whole.high, anchor=plan.inputs)
   sizes = jnp.asarray(plan.leaf_sizes)
   low = bracket.low[plan.segments]
   tied = (bracket.reach != wanted)[plan.segments]
 
   def equal(i):
     scores = plan.image(i)
-    return scores == at(low, i).astype(scores.dtype)
+    return scores == at(low, i)
 
   def cut():
     every = np.arange(len(leaves))
@@ -85,7 +87,7 @@ def masks(
     # Nothing to search for where all ties are kept, or none.
     some = tied & (kept > 0) & (kept < ties)
     start = Bracket(first, last, jnp.where(some, ties, 1), jnp.zeros_like(ties))
-    found, _, _ = sel.search(
+    found, _ = sel.search(
       count, jnp.where(some, kept, 1), start, last, anchor=plan.inputs
     )
     end = lax.bitcast_convert_type(_LAST - found.low, COUNT) + 1
@@ -93,4 +95,6 @@ def masks(
 
   keep_all = lambda: sel.vary(sizes, (tied, plan.inputs))
   cuts = lax.cond(jnp.any(tied), cut, keep_all)
-  return plan.masks(bracket.low, cuts, ones, dtype)
+  none = (ones == 0)[plan.segments]
+  levels = jnp.where(none, whole.high[plan.segments], low)
+  return plan.masks(levels, jnp.where(none, 0, cuts), dtype), plan.finite()

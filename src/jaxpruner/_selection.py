@@ -41,6 +41,13 @@ def bounds(dtype) -> tuple[int, int]:
   return top - 2 * _infinity(dtype) - 1, top
 
 
+def finite_bounds(dtype) -> tuple[int, int]:
+  """The images of the least finite float, and of infinity."""
+  low, high = bounds(dtype)
+  # Below them are -inf and NaN. All integers are finite.
+  return (low + 2, high) if jnp.issubdtype(dtype, jnp.floating) else (low, high)
+
+
 @jax.jit
 def image(x: Array) -> Array:
   """Return signed integers that order as `x` does; NaN is lowest."""
@@ -74,17 +81,28 @@ def at(x: Array, index: int) -> Array:
   return lax.index_in_dim(x, index, keepdims=False)
 
 
-def rows_from(table: Array, first: int, number: int) -> Array:
-  """Rows of a table, from a place that the compiler takes for data.
+def rows_from(tables: Sequence[Array], first: int, number: int) -> list[Array]:
+  """Rows of each table, from a place that the compiler takes for data.
 
   XLA compiles equal kernels once. With the place of each leaf written into
   its code, leaves of one shape would have as many kernels as there are.
   """
-  zeros = [0] * (table.ndim - 1)
-  places = jnp.asarray(np.array([first, *zeros], np.uint32))
-  places = lax.optimization_barrier(places)
-  start = [at(places, i) for i in range(table.ndim)]
-  return lax.dynamic_slice(table, start, (number, *table.shape[1:]))
+  # Not one number alone, which would be written into the code after all.
+  place = lax.optimization_barrier(jnp.asarray(np.array([first, 0], np.uint32)))
+  return _rows_from(tables, place, number=number)
+
+
+@functools.partial(jax.jit, static_argnames="number")
+def _rows_from(tables, place, *, number: int) -> list[Array]:
+  first, zero = at(place, 0), at(place, 1)
+  return [
+    lax.dynamic_slice(
+      table,
+      [first] + [zero] * (table.ndim - 1),
+      (number, *table.shape[1:]),
+    )
+    for table in tables
+  ]
 
 
 def sums(values: Sequence[Array], axes: tuple[int, ...]) -> list[Array]:
@@ -99,14 +117,30 @@ def sums(values: Sequence[Array], axes: tuple[int, ...]) -> list[Array]:
   return lax.reduce(list(values), zeros, add, axes)
 
 
+def totals(values: Sequence[Array]) -> list[Array]:
+  """Sum several arrays, in one pass that threads can share."""
+  ndim = values[0].ndim
+  # A sum over everything at once would be one thread's.
+  for axes in ((ndim - 1,), tuple(range(ndim - 1))):
+    if ndim and axes:
+      values = sums(values, axes)
+  return list(values)
+
+
+@jax.jit
 def total(which: Array) -> Array:
   """Count what is true, uint32; in the form that `sums` is about."""
   if not which.ndim:
     return which.astype(COUNT)
   odd = lax.broadcasted_iota(jnp.int32, which.shape, which.ndim - 1) & 1 == 1
-  parts = [(which & side).astype(COUNT) for side in (odd, ~odd)]
-  some, others = sums(parts, tuple(range(which.ndim)))
+  some, others = totals([(which & s).astype(COUNT) for s in (odd, ~odd)])
   return some + others
+
+
+@jax.jit
+def odd(scores: Array) -> Array:
+  """How many scores are not finite."""
+  return total(~jnp.isfinite(scores))
 
 
 def manual_axes(x: Array) -> frozenset[str]:
@@ -228,7 +262,7 @@ def search(
   anchor: Any,
   first: Array | None = None,
   carry: Any = None,
-) -> tuple[Bracket, Array, Any]:
+) -> tuple[Bracket, Any]:
   """Narrow all brackets until their thresholds are known.
 
   Args:
@@ -238,54 +272,50 @@ def search(
     top: the highest image, [S].
     anchor: the arrays `count` reads.
     first: the first probes, [S, P].
-    carry: what `count` keeps of its last pass over each segment. If given,
-      that pass has counted both the threshold and its successor, unless no
-      ties are cut.
+    carry: what `count` keeps of its last pass; for a single segment. If given,
+      there is a pass, and the last has counted both the threshold and its
+      successor, unless no ties are cut.
 
   Returns:
-    The brackets, the last probes of each, and the carry.
+    The brackets, and the carry.
   """
 
-  def settled(bracket, probes):
-    known = bracket.low == bracket.high
-    if carry is not None:
-      known &= jnp.any(ties_at(bracket, probes), 1)
-    return known | (bracket.reach == ones)
-
   def body(state):
-    turn, bracket, probes, poor, kept = state
-    active = ~settled(bracket, probes)
-    tried = _next_probes(bracket, ones, poor)
-    if first is not None:
-      tried = jnp.where(turn == 0, first, tried)
-    counts, kept = count(tried, active, kept)
+    settled, bracket, probes, poor, kept = state
+    counts, kept = count(probes, ~settled, kept)
     # Nothing reaches a probe beyond the top; its narrow image has wrapped.
-    counts = jnp.where(tried <= top[:, None], counts, 0)
-    new = bracket.narrow(tried, counts, ones)
+    counts = jnp.where(probes <= top[:, None], counts, 0)
+    new = bracket.narrow(probes, counts, ones)
+    if ones.size > 1:  # a single one is not settled, or there were no turn
+      new = bracket.where(settled, new)
     before = bracket.reach - bracket.beyond
     # Where interpolation did little, the next probes are spread evenly, so
     # that no distribution of scores takes many passes.
     poor = ~poor & (new.reach - new.beyond > before // 4)
-    probes = jnp.where(active[:, None], tried, probes)
-    return turn + 1, new.where(active, bracket), probes, poor, kept
+    known = new.low == new.high
+    if carry is not None:
+      known &= jnp.any(ties_at(new, probes), 1)
+    settled |= known | (new.reach == ones)
+    return settled, new, _next_probes(new, ones, poor), poor, kept
 
-  unknown = jnp.broadcast_to(bracket.high[:, None], (*ones.shape, PROBES))
+  settled = jnp.zeros(ones.shape, jnp.bool_) if carry else bracket.reach == ones
   evenly = jnp.ones(ones.shape, jnp.bool_)
-  start = vary((bracket, unknown, evenly, carry), (anchor, ones))
-  state = lax.while_loop(
-    lambda s: jnp.any(~settled(s[1], s[2])), body, (jnp.int32(0), *start)
-  )
-  return state[1], state[2], state[4]
+  if first is None:
+    settled |= bracket.low == bracket.high
+    first = _next_probes(bracket, ones, evenly)
+  start = settled, bracket, first, evenly, carry
+  start = vary(start, (anchor, ones))
+  state = lax.while_loop(lambda s: ~jnp.all(s[0]), body, start)
+  return state[1], state[4]
 
 
 class Plan(NamedTuple):
-  """Which leaves share a threshold: static facts."""
+  """Which leaves, of one dtype, share a threshold: static facts."""
 
   leaves: Sequence[Recipe]
   segments: np.ndarray  # [L]
   sizes: np.ndarray  # [S]
   together: bool  # one segment of all leaves, or one of each
-  wide: Any  # the integer type that holds all images
 
   @classmethod
   def of(cls, leaves: Sequence[Recipe], together: bool) -> "Plan":
@@ -293,9 +323,11 @@ class Plan(NamedTuple):
     segments = np.arange(len(leaves))
     if together:
       segments, sizes = np.zeros_like(segments), sizes.sum(keepdims=True)
-    width = max(jnp.dtype(leaf.dtype).itemsize for leaf in leaves)
-    wide = jnp.int64 if width == 8 else jnp.int32
-    return cls(leaves, segments, sizes, together, wide)
+    return cls(leaves, segments, sizes, together)
+
+  @property
+  def dtype(self) -> Any:
+    return self.leaves[0].dtype
 
   @property
   def leaf_sizes(self) -> np.ndarray:
@@ -308,13 +340,16 @@ class Plan(NamedTuple):
   def image(self, leaf: int) -> Array:
     return image(self.leaves[leaf].scores())
 
-  def whole(self) -> Bracket:
-    """The brackets that exclude nothing."""
-    first = np.unique(self.segments, return_index=True)[1]
-    limits = np.array([bounds(self.leaves[i].dtype) for i in first])
-    low, high = jnp.asarray(limits.T, self.wide)
-    reach = jnp.asarray(self.sizes, COUNT)
-    return Bracket(low, high, reach, jnp.zeros_like(reach))
+  def whole(self, sizes: Array) -> Bracket:
+    """Brackets of segments of these sizes [S] that exclude nothing."""
+    kind = jax.eval_shape(image, jax.ShapeDtypeStruct((), self.dtype)).dtype
+    low, high = (jnp.full(sizes.shape, x, kind) for x in bounds(self.dtype))
+    return Bracket(low, high, sizes, jnp.zeros_like(sizes))
+
+  def finite(self) -> Array:
+    """Which segments have finite scores only, [S]; takes a pass of its own."""
+    found = jnp.stack([odd(leaf.scores()) for leaf in self.leaves])
+    return jnp.all(found[None] == 0, 1) if self.together else found == 0
 
   def per_segment(self, of_leaves: Array) -> Array:
     """Sum counts [L, P] of leaves over their segments."""
@@ -322,14 +357,11 @@ class Plan(NamedTuple):
       return of_leaves
     return jnp.sum(of_leaves, 0, keepdims=True, dtype=COUNT)
 
-  def masks(self, low: Array, cuts: Array, ones: Array, dtype) -> list[Array]:
-    """Ones above the threshold [S], and on it before the cut [L]."""
-    low = jnp.where(ones == 0, self.whole().high, low)
-    cuts = jnp.where((ones == 0)[self.segments], 0, cuts)
-    low = low[self.segments]
+  def masks(self, levels: Array, cuts: Array, dtype) -> list[Array]:
+    """Ones above the level [L], and on it before the cut [L]."""
     return [
-      _mask(self.image(i), low, cuts, i).astype(dtype)
-      for i in range(len(self.leaves))
+      _mask(leaf.scores(), rows_from([levels, cuts], i, 1)).astype(dtype)
+      for i, leaf in enumerate(self.leaves)
     ]
 
 
@@ -340,7 +372,8 @@ def split_ties(kept: Array, ties: Array) -> Array:
   return jnp.minimum(jnp.where(kept > taken, kept - taken, 0), ties)
 
 
-def _mask(scores: Array, low: Array, cuts: Array, leaf: int) -> Array:
-  level = at(low, leaf).astype(scores.dtype)
-  first = flat_index(scores.shape) < at(cuts, leaf)
-  return (scores > level) | ((scores == level) & first)
+@jax.jit
+def _mask(scores: Array, bounds: Sequence[Array]) -> Array:
+  images, (level, cut) = image(scores), [x[0] for x in bounds]
+  first = flat_index(scores.shape) < cut
+  return (images > level) | ((images == level) & first)

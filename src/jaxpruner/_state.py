@@ -150,12 +150,7 @@ def update_tally(
   tally: Tally, old: list[Any], new: list[Any], seen: list[Any], fresh: bool
 ) -> Tally:
   """Return the counts of an update from masks to masks."""
-  counts = []
-  for a, b in zip(old, new, strict=True):
-    # On bits and on bytes of 0 and 1 alike.
-    ones = [jax.lax.population_count(x).astype(jnp.uint32) for x in (b, b & ~a)]
-    counts.append(jnp.stack(_selection.sums(ones, tuple(range(b.ndim)))))
-  kept, grown = jnp.stack(counts, 1)
+  kept, grown = jnp.stack(list(map(_kept_and_grown, old, new)), 1)
   return tally._replace(
     kept=kept,
     grown=grown,
@@ -163,6 +158,14 @@ def update_tally(
     reset=grown if fresh else tally.reset,
     explored=jnp.stack([count_ones(s) for s in seen]) if seen else None,
   )
+
+
+@jax.jit
+def _kept_and_grown(old: Array, new: Array) -> Array:
+  # On bits and on bytes of 0 and 1 alike.
+  ones = [jax.lax.population_count(x) for x in (new, new & ~old)]
+  ones = [x.astype(jnp.uint32) for x in ones]
+  return jnp.stack(_selection.totals(ones))
 
 
 def find_state(opt_state: PyTree) -> SparseState:
@@ -234,7 +237,7 @@ def draw(
   """Return uniform float32 scores that depend on key, salt and path only."""
   words = _words(data, salt, names)
   return [
-    _uniform(_selection.rows_from(words, i, 1)[0], leaf)
+    _uniform(_selection.rows_from([words], i, 1)[0][0], leaf)
     for i, leaf in enumerate(leaves)
   ]
 

@@ -15,7 +15,6 @@ from jaxpruner import (
   _checks,
   _lazy,
   _moments,
-  _selection,
   _tree,
   mask_calculator,
   sparsity_distributions,
@@ -484,9 +483,8 @@ class BaseUpdater:
       if mask is None or old[i] is None:
         new[i] = old[i]
         continue
-      odd = [~jnp.isfinite(_lazy.value(column[i])) for column in columns]
-      odd = [_selection.total(o) for o in odd if o.size]
-      finite = functools.reduce(jnp.bitwise_or, odd, jnp.uint32(0)) == 0
+      judged = [_lazy.finite(column[i]) for column in columns]
+      finite = functools.reduce(jnp.logical_and, judged, jnp.array(True))
       packed = self._pack(mask)
       kept = finite
       if self.continue_sparse and not self.regrows:

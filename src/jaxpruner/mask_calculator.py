@@ -17,6 +17,7 @@ import numpy as np
 from jax import Array, lax
 
 from jaxpruner import _select_local, _select_mesh, _selection
+from jaxpruner._lazy import Lazy
 from jaxpruner._placement import on_one_device
 from jaxpruner._recipe import Recipe, recipe
 
@@ -157,17 +158,18 @@ def topk_masks(
       "per leaf, or together=True for one count over all"
     )
   masks: list[Array | None] = [None] * len(leaves)
-  wide = lambda leaf: jnp.dtype(leaf.dtype).itemsize == 8
-  for kind in sorted({wide(leaf) for leaf in leaves}):
+  for dtype in sorted({str(leaf.dtype) for leaf in leaves if leaf.size}):
     ids = [
-      i for i, leaf in enumerate(leaves) if leaf.size and wide(leaf) == kind
+      i for i, leaf in enumerate(leaves) if leaf.size and leaf.dtype == dtype
     ]
-    if not ids:
-      continue
     chosen = [leaves[i] for i in ids]
     counts = ones if together else pick(ones, ids)
-    for i, mask in zip(ids, _select(chosen, counts, together), strict=True):
-      masks[i] = mask
+    found, finite = _select(chosen, counts, together)
+    floating = jnp.issubdtype(chosen[0].dtype, jnp.floating)
+    for row, i in enumerate(ids):
+      masks[i] = found[row]
+      if isinstance(scores[i], Lazy) and floating and not together:
+        scores[i].finite = finite[row]
   return [
     jnp.zeros(leaf.shape, MASK_DTYPE) if mask is None else mask
     for leaf, mask in zip(leaves, masks, strict=True)
@@ -195,10 +197,15 @@ class _Selection(NamedTuple):
       leaf._replace(inputs=tuple(x))
       for leaf, x in zip(self.recipes, inputs, strict=True)
     ]
-    return self.method(leaves, ones, together=self.together, dtype=MASK_DTYPE)
+    masks, finite = self.method(
+      leaves, ones, together=self.together, dtype=MASK_DTYPE
+    )
+    return [*masks, finite]
 
 
-def _select(leaves: list[Recipe], ones, together: bool) -> list[Array]:
+def _select(
+  leaves: list[Recipe], ones, together: bool
+) -> tuple[list[Array], Array]:
   sizes = [leaf.size for leaf in leaves]
   sizes = [sum(sizes)] if together else sizes
   if sum(sizes) >= 1 << 32 and together:
@@ -216,13 +223,15 @@ def _select(leaves: list[Recipe], ones, together: bool) -> list[Array]:
 
   recipes = tuple(leaf._replace(inputs=()) for leaf in leaves)
   shapes = [jax.ShapeDtypeStruct(leaf.shape, MASK_DTYPE) for leaf in leaves]
-  return on_one_device(
+  shapes.append(jax.ShapeDtypeStruct(ones.shape, jnp.bool_))
+  *masks, finite = on_one_device(
     _Selection(_select_local.masks, recipes, together),
     _Selection(_select_mesh.masks, recipes, together),
     shapes,
     inputs,
     ones,
   )
+  return masks, finite
 
 
 def topk_mask_calculator(scores: Array, sparsity: Any) -> Array:

@@ -10,19 +10,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxpruner import _select_many, _selection, _state, mask_calculator
+from jaxpruner import _select_local, _selection, _state, mask_calculator
 from jaxpruner._recipe import recipe
 from jaxpruner._selection import Plan
 
-# Shorter, equal to, and no multiple of a piece; and all of them whole pieces.
-SHAPES = [(7,), (3, 5), (64,), (8, 9), (50, 4)]
+# Leaves with fewer scores than rows, with whole rows, and with some left over;
+# and leaves that one number of rows divides.
+SHAPES = [(3,), (3, 5), (64,), (8, 9), (50, 4)]
 WHOLE = [(48,), (6, 16), (3, 48)]
 
 
 @functools.partial(jax.jit, static_argnames="together")
 def select(leaves, ones, together=False):
   plan = Plan.of([recipe(leaf) for leaf in leaves], together)
-  return _select_many.masks(plan, ones, jnp.uint8)
+  return _select_local.by_search(plan, ones, jnp.uint8)[0]
 
 
 def reference(leaves, ones, together=False):
@@ -45,9 +46,10 @@ def reference(leaves, ones, together=False):
 
 
 @pytest.fixture(autouse=True)
-def short_pieces(monkeypatch):
-  monkeypatch.setattr(_select_many, "_PIECE", 64)
-  monkeypatch.setattr(_select_many, "_SAMPLE", 16)
+def short_rows(monkeypatch):
+  monkeypatch.setattr(_select_local, "_ROWS", 4)
+  monkeypatch.setattr(_select_local, "_SAMPLE", 16)
+  monkeypatch.setattr(_select_local, "_BRANCHES", 2)
 
 
 def leaves_of(seed, levels, shapes):
@@ -82,12 +84,37 @@ def test_leaves_ranked_together_are_one_sort(seed, levels, data):
 
 
 @pytest.mark.quick
-def test_pieces_are_cut_so_that_little_hangs_over(monkeypatch):
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_search_tells_what_is_not_finite(dtype, together):
+  rng = np.random.default_rng(0)
+  most = float(jnp.finfo(dtype).max)
+  values = rng.choice([most, -most, 0.0, 1.0], (5, 30)).astype(np.float32)
+  for row, odd in enumerate([np.nan, -np.nan, np.inf, -np.inf]):
+    values[row, 7] = odd
+  leaves = [jnp.asarray(row, dtype) for row in values]
+  search = jax.jit(
+    lambda leaves, ones: _select_local.by_search(
+      Plan.of([recipe(leaf) for leaf in leaves], together), ones, jnp.uint8
+    )[1]
+  )
+  for ones in (0, 3, 30):  # also where nothing is looked for
+    if together:
+      few, all_of = jnp.array([ones], jnp.uint32), leaves[4:]
+      assert not search(leaves, few).any()
+      assert search(all_of, few).all()
+    else:
+      found = search(leaves, jnp.full(5, ones, jnp.uint32))
+      assert found.tolist() == [False] * 4 + [True]
+
+
+@pytest.mark.quick
+def test_rows_divide_leaves_where_they_can(monkeypatch):
   monkeypatch.undo()
-  length = lambda *sizes: _select_many._length(np.array(sizes))
-  assert length(384 * 384, 384 * 1152, 384 * 1536) == 384 * 384
-  assert length(10**8) <= _select_many._PIECE
-  assert length(48, 96, 144) == 144  # to call a piece up costs more than it
+  rows = lambda *sizes: _select_local._number_of_rows(np.array(sizes))
+  assert rows(384 * 384, 384 * 1152, 384 * 1536) == 64
+  assert rows(10**8) == 1600  # 62,500 in each: fewer than 16 bits count
+  assert rows(1000, 999) == 64
 
 
 @pytest.mark.quick
@@ -106,18 +133,15 @@ def test_vmap_and_sixteen_bits():
       np.testing.assert_array_equal(mask[row], right)
 
 
-@pytest.mark.quick
-def test_many_leaves_are_visited_by_one_kernel(monkeypatch):
-  called = []
-  real = _select_many.masks
-  monkeypatch.setattr(
-    _select_many, "masks", lambda *args: called.append(1) or real(*args)
-  )
+def test_dtypes_are_ranked_apart():
   rng = np.random.default_rng(0)
-  leaves = [rng.standard_normal(1000).astype(np.float32) for _ in range(9)]
-  found = jax.jit(lambda *x: mask_calculator.topk_masks(x, [100] * 9))(*leaves)
-  assert called
-  for mask, wanted in zip(found, reference(leaves, [100] * 9), strict=True):
+  leaves = [rng.standard_normal(3000).astype(np.float32) for _ in range(3)]
+  leaves[1] = jnp.asarray(leaves[1], jnp.bfloat16)
+  leaves[2] = jnp.asarray(leaves[2], jnp.float16)
+  ones = [100, 200, 2999]
+  found = jax.jit(lambda *x: mask_calculator.topk_masks(x, ones))(*leaves)
+  exact = [np.asarray(leaf, np.float32) for leaf in leaves]
+  for mask, wanted in zip(found, reference(exact, ones), strict=True):
     np.testing.assert_array_equal(mask, wanted)
 
 
@@ -129,7 +153,7 @@ def kernels(number: int) -> set[str]:
     scores = _state.draw(data, 3, leaves, names)
     return mask_calculator.topk_masks(scores, [9] * number)
 
-  leaves = [jnp.zeros((40, 30))] * number
+  leaves = [jnp.zeros((80, 30))] * number
   text = jax.jit(choose).lower(jax.random.key_data(jax.random.key(0)), leaves)
   text = text.compile().as_text()
   fused = re.findall(r"^%fused.*?^\}", text, re.MULTILINE | re.DOTALL)
@@ -147,7 +171,7 @@ def passes(scores: np.ndarray, ones: int) -> int:
   """How many times a search looks at all scores, from a sample's probes."""
   image = np.asarray(_selection.image(jnp.asarray(scores)))
   plan = _selection.Plan.of([recipe(jnp.asarray(scores))], False)
-  seen = []
+  many, seen = _select_local._Leaves(plan), []
 
   def count(probes, active, carry):
     seen.append(probes)
@@ -155,16 +179,18 @@ def passes(scores: np.ndarray, ones: int) -> int:
     return jnp.asarray(hits.sum(0, keepdims=True), jnp.uint32), carry
 
   with jax.disable_jit():
-    whole = plan.whole()
+    whole = plan.whole(jnp.asarray([scores.size], jnp.uint32))
+    sample = jnp.asarray(image[:: int(many.strides[0])])
+    real, share = np.float32(sample.size), np.float32(ones / scores.size)
+    ends = _selection.finite_bounds(scores.dtype)
+    first = _select_local._guess(sample, real, share, ends)[None]
     _selection.search(
       count,
       jnp.asarray([ones], jnp.uint32),
       whole,
       whole.high,
       anchor=(),
-      first=_select_many._guess(
-        _select_many._Pieces(plan), jnp.asarray([ones])
-      ),
+      first=first,
     )
   return len(seen)
 
