@@ -1,7 +1,7 @@
 """The mask engine against sorting, and against one read of the scores.
 
   python benchmarks/engine.py             (about 10 minutes, most of it sorting)
-  python benchmarks/engine.py --quick     (up to ten million weights)
+  python benchmarks/engine.py --most 1e7  (up to ten million weights)
 
 Every mask is compared with the sort's before anything is timed. Engine and
 rival run in turns in one process; a ratio is that of the medians. Peak memory
@@ -129,8 +129,8 @@ def print_peak(case: str) -> None:
 def split(total: int) -> list[int]:
   """Sizes of leaves like a model's: a few large, many small."""
   weight = np.repeat([8, 4, 2, 1], LEAVES // 4)
-  sizes = total * weight // weight.sum() // 4096 * 4096
-  return [int(s) for s in sizes]
+  sizes = total * weight // weight.sum()
+  return [int(s) // 4096 * 4096 or int(s) for s in sizes]
 
 
 def joint(total: int) -> dict:
@@ -168,13 +168,13 @@ def joint(total: int) -> dict:
   }
 
 
-def two_by_four() -> dict:
-  w = draw(4096 * 4096, jnp.float32).reshape(4096, 4096)
+def two_by_four(side: int) -> dict:
+  w = draw(side * side, jnp.float32).reshape(side, side)
   mine = jax.jit(lambda w: mc.n_by_m_mask(jnp.abs(w), 2, 4))
 
   @jax.jit
   def double_argsort(w):
-    groups = jnp.abs(w).reshape(1024, 4, 4096)
+    groups = jnp.abs(w).reshape(-1, 4, side)
     order = jnp.argsort(groups, 1, descending=True, stable=True)
     return (jnp.argsort(order, 1) < 2).astype(jnp.uint8).reshape(w.shape)
 
@@ -261,20 +261,19 @@ def plot(results: dict) -> None:
 
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__)
-  parser.add_argument("--quick", action="store_true", help="up to 1e7 weights")
+  parser.add_argument("--most", type=float, default=1e8, help="weights")
   parser.add_argument("--peak", help=argparse.SUPPRESS)
   options = parser.parse_args()
   if options.peak:
     print_peak(options.peak)
     return
   start = time.perf_counter()
-  most = 10**7 if options.quick else 10**8
+  most = int(options.most)
+  sizes = [n for n in (10**5, 10**6, 10**7, 10**8) if n <= most] or [most]
   results = {
-    "selection": selection(
-      [n for n in (10**5, 10**6, 10**7, 10**8) if n <= most]
-    ),
+    "selection": selection(sizes),
     "global": joint(most),
-    "2:4": two_by_four(),
+    "2:4": two_by_four(4096 if most >= 10**7 else 64),
   }
   seconds = time.perf_counter() - start
   page.write("engine", "The mask engine", sections(results), seconds)

@@ -265,6 +265,32 @@ def compile_times(layers: int, algorithms) -> list[dict]:
   return rows
 
 
+def kernel_cost() -> dict:
+  """Milliseconds to compile one more kernel, a new one and an equal one."""
+
+  def seconds(factors) -> float:
+    program = lambda *xs: [
+      x * x + x * y for x, y in zip(xs, factors, strict=True)
+    ]
+    numbers = [jax.ShapeDtypeStruct((), jnp.float32)] * len(factors)
+    lowered = jax.jit(program).lower(*numbers)
+    start = time.process_time()
+    lowered.compile()
+    return time.process_time() - start
+
+  def slope(factor) -> float:
+    few, many = 10, 50
+    seconds([factor(i) for i in range(few)])
+    times = [
+      [seconds([factor(i) for i in range(n)]) for n in (few, many)]
+      for _ in range(5)
+    ]
+    least = np.min(times, 0)
+    return 1e3 * float(least[1] - least[0]) / (many - few)
+
+  return {"scalar": slope(lambda i: i + 2.5), "equal": slope(lambda i: 2.5)}
+
+
 def memory(algorithms) -> list[dict]:
   """Peaks of fresh processes that train the MLP, beyond the dense one's."""
 
@@ -344,28 +370,33 @@ nothing; the optimizer goes on from its moments as they are stored, so that XLA
 overwrites them in place; and packed bits are unpacked in the pass that applies
 them. The MLP at batch 8 is the hardest case: its step is little more than one
 reading and writing of weights, gradients and moments, 44 bytes per weight. A
-selection reads the scores five to seven times, to bracket, count, find ties,
-check for infinities and write. So an update step there costs as many passes
-more: 4 bytes each for |w|, 8 for |w·g|, and for random numbers, which are drawn
-anew in every pass rather than stored, some ten integer operations."""
+selection reads the scores four to five times, to count, three or four times,
+and to write. So an update step there costs as many passes more: 4 bytes each
+for |w|, 8 for |w·g|, and for random numbers, which are drawn anew in every pass
+rather than stored, some ten integer operations."""
 
 COMPILING = """Seconds of processor time for tracing, lowering and compiling,
 without a cache, one after the other in a warm process; one leaf in three is
 pruned. Kernels are the different fusions of the compiled program: XLA compiles
 equal ones once. Goals: 1.5 at 60 leaves, 2 at 300.
 
-One loop visits the pieces of all leaves, so a search is compiled once, not once
-per leaf; and what tells equal leaves apart (where a leaf's mask lies, which
-random words are its own, how many weights it keeps) is data, not code, so
-leaves of one shape share their kernels. What is left grows with the number of
-kernels (LLVM has half of the time, emitting fusions a third, passes over the
-program a twelfth) and, a fifth of it, with the operations to trace and lower. A
-search has about fifty kernels, most of them arithmetic on one number per leaf;
-each shape adds those that sample it, fetch a piece, write its mask, look for
-what is not finite and count. Methods that drop and grow search twice, and reset
-moments. Fifty are half of what a dense step of 60 leaves has, whatever the
-leaves: the goal there is out of reach unless XLA compiles a computation on
-small arrays as one kernel, which it does only for loops it finds small."""
+One loop searches leaf after leaf, so a search is compiled once, not once per
+leaf; and what tells equal leaves apart (their thresholds, which random words
+are their own, how many weights they keep) is data, not code, so leaves of one
+shape share their kernels. A search has about forty-five kernels, most of them
+arithmetic on a number or two; each shape adds those that sample it, count it,
+fetch a row, write its mask and compare it with the old one. Methods that drop
+and grow search twice, and reset moments.
+
+{profile} A dense step of 60 leaves has a hundred kernels: half as many again
+are all that its goal has room for, with nothing left for tracing. That is out
+of reach unless XLA compiles a computation on small arrays as one kernel, which
+it does only for loops it finds small. At 300 leaves the passes over a larger
+program prevail, on both sides."""
+
+PROFILE = """What a kernel costs, however small: {scalar:.0f} ms to compile a
+product and a sum of two numbers, {equal:.1f} ms if the program has that kernel
+already."""
 
 MEMORY = """The peak of a fresh process over a step and an update step of the
 MLP, beyond that of the dense step, in bytes per weight. A mask takes 1 (packed,
@@ -394,7 +425,9 @@ def sections(results: dict) -> list[str]:
     + [str(r.get(key, "–")) for key in ("kernels", "dense kernels", "measured")]
     for r in results["compile"]
   ]
-  out += ["## Compile time", COMPILING, page.table(head, rows)]
+  profile = PROFILE.format(**results["kernel"]) if "kernel" in results else ""
+  text = COMPILING.format(profile=profile)
+  out += ["## Compile time", text, page.table(head, rows)]
   head = ["algorithm", "dense", "more"]
   rows = [
     [r["algorithm"]]
@@ -460,6 +493,7 @@ def main() -> None:
   pruners = [a for a in options.algorithms if a != "no_prune"]
   for part in options.only:
     if part == "compile":
+      results["kernel"] = kernel_cost()
       for layers in options.layers:
         new = compile_times(layers, pruners)
         results[part] = merge(results[part], new, KEYS[part])

@@ -1,11 +1,13 @@
 """Select on one device: one loop searches leaf after leaf.
 
 A leaf is seen as a matrix. A strided sample says about where its threshold is;
-passes count, row by row, how many scores reach each probe; and the last of
-them also tells the row in which ties are cut, so that cutting them takes one
-row, not another pass. To compile a search for each leaf by itself would take
-longer than to compile the model: here only what reads a leaf is compiled for
-its shape, and equal leaves share it.
+passes count, row by row, how many scores are below each probe; the first also
+tells whether all are finite, and the last the row in which ties are cut, so
+that cutting them takes one row, not another pass.
+
+To compile a search for each leaf by itself would take longer than to compile
+the model. Here only what reads a leaf is compiled for its shape, and equal
+leaves share it.
 """
 
 import functools
@@ -201,7 +203,7 @@ def _guess(sample: Array, real: Array, share: Array, ends: Any) -> Array:
   """The first probes [P]: `ends`, and around a sample's threshold."""
   # The threshold lies within 3.5 standard deviations, as good as always.
   spread = 3.5 * jnp.sqrt(real * share * (1 - share)) + 2
-  ranks = share * real + spread * np.float32([1, -1])
+  ranks = share * real + spread * np.array([1, -1], np.float32)
   # Ranks are from the top.
   index = (sample.size - jnp.clip(ranks, 1, real)).astype(_PLACE)
   low, high = jnp.sort(sample).at[index].get(mode="promise_in_bounds")
@@ -293,11 +295,11 @@ def _search(
 
   def cut():
     match, ties = sel.ties_at(bracket, probes)[0], jnp.zeros_like(rows[0])
+    # Beyond the highest image there is no probe: all are below it.
+    at_top, filled = bracket.low == whole.high, leaves.filled(first)
     for p in range(PROBES - 1):
-      # Beyond the highest image there is no probe; all are below it.
-      at_top = bracket.low == whole.high
-      over = jnp.where(at_top, leaves.filled(first), rows[p + 1])
-      ties = jnp.where(at(match, p), over - rows[p], ties)
+      below_next = jnp.where(at_top, filled, rows[p + 1])
+      ties = jnp.where(at(match, p), below_next - rows[p], ties)
     width, kept = ties.shape[1], (wanted - bracket.beyond)[0]
     ties = jnp.pad(ties.reshape(-1), (0, leaves.width - ties.size))
     row, before = _first_reaching(ties, kept)

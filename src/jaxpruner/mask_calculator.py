@@ -23,7 +23,7 @@ from jaxpruner._recipe import Recipe, recipe
 
 MASK_DTYPE = jnp.uint8
 
-Scores: TypeAlias = Array | Callable[[], Array]
+Scores: TypeAlias = Array | Lazy | Callable[[], Array]
 
 
 class AtStep(NamedTuple):
@@ -167,9 +167,9 @@ def topk_masks(
     found, finite = _select(chosen, counts, together)
     floating = jnp.issubdtype(chosen[0].dtype, jnp.floating)
     for row, i in enumerate(ids):
-      masks[i] = found[row]
-      if isinstance(scores[i], Lazy) and floating and not together:
-        scores[i].finite = finite[row]
+      masks[i], entry = found[row], scores[i]
+      if isinstance(entry, Lazy) and floating and not together:
+        entry.finite = finite[row]
   return [
     jnp.zeros(leaf.shape, MASK_DTYPE) if mask is None else mask
     for leaf, mask in zip(leaves, masks, strict=True)
@@ -188,7 +188,7 @@ def pick(counts: Sequence[Any] | Array, ids: Sequence[int]) -> Any:
 class _Selection(NamedTuple):
   """A selection without its arrays, which JAX can look up when repeated."""
 
-  method: Callable[..., list[Array]]
+  method: Callable[..., tuple[list[Array], Array]]
   recipes: tuple[Recipe, ...]
   together: bool
 
