@@ -26,7 +26,7 @@ from jaxpruner._selection import COUNT, PROBES, Plan, at
 _COMPARISONS = 1 << 22  # so many take about a millisecond
 _COLUMNS = (1 << 16) - 1  # at most: 16-bit scores are counted in 16 bits
 _ROWS = 1 << 6  # at least: threads share them
-_SAMPLE = 1 << 11
+_SAMPLE = 1 << 10
 _BRANCHES = 1 << 3
 # The first and the last of the first probes only tell what is not finite.
 _EVEN = np.linspace(0, 1, PROBES - 2, dtype=np.float32)
@@ -110,7 +110,7 @@ class _Leaves:
     self.columns = sizes // self.rows
     self.lengths = np.minimum(sizes, np.maximum(self.columns, self.rows))
     # A larger sample would bring its own cost back only for large leaves.
-    sample = np.clip(int(plan.sizes.mean()) >> 10, _SAMPLE, 4 * _SAMPLE)
+    sample = np.clip(int(plan.sizes.mean()) >> 10, _SAMPLE, 8 * _SAMPLE)
     share = -(-sample * sizes // (sizes.sum() if plan.together else sizes))
     self.strides = -(-sizes // share)
     self.taken = -(-sizes // self.strides)
