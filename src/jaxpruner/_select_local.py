@@ -110,7 +110,7 @@ class _Leaves:
     self.columns = sizes // self.rows
     self.lengths = np.minimum(sizes, np.maximum(self.columns, self.rows))
     # A larger sample would bring its own cost back only for large leaves.
-    sample = np.clip(int(plan.sizes.mean()) >> 10, _SAMPLE, 8 * _SAMPLE)
+    sample = np.clip(int(plan.sizes.mean()) >> 10, _SAMPLE, 32 * _SAMPLE)
     share = -(-sample * sizes // (sizes.sum() if plan.together else sizes))
     self.strides = -(-sizes // share)
     self.taken = -(-sizes // self.strides)
