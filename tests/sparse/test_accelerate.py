@@ -282,6 +282,18 @@ def test_a_product_that_is_often_late_is_judged_by_its_best(monkeypatch):
   assert _choose.fastest(times) == "dense"
 
 
+def test_a_short_disturbance_does_not_decide(monkeypatch):
+  now = [0.0]
+  monkeypatch.setattr(_choose.time, "perf_counter", lambda: now[0])
+
+  def last(name):
+    late = name == "dense" and now[0] < 0.02
+    now[0] += (60 if late else {"dense": 14, "sell": 20}[name]) * 1e-6
+
+  thunks = {name: functools.partial(last, name) for name in ("dense", "sell")}
+  assert _choose.fastest(_choose.measure(thunks)) == "dense"
+
+
 def test_the_real_timer_takes_turns():
   calls = []
   times = _choose.measure(
