@@ -81,28 +81,21 @@ def at(x: Array, index: int) -> Array:
   return lax.index_in_dim(x, index, keepdims=False)
 
 
-def rows_from(tables: Sequence[Array], first: int, number: int) -> list[Array]:
-  """Rows of each table, from a place that the compiler takes for data.
+def row_from(tables: Sequence[Array], place: int) -> list[Array]:
+  """A row of each table, from a place that the compiler takes for data.
 
   XLA compiles equal kernels once. With the place of each leaf written into
   its code, leaves of one shape would have as many kernels as there are.
   """
   # Not one number alone, which would be written into the code after all.
-  place = lax.optimization_barrier(jnp.asarray(np.array([first, 0], np.uint32)))
-  return _rows_from(tables, place, number=number)
+  places = jnp.asarray(np.array([place, 0], np.uint32))
+  return _row_from(tables, lax.optimization_barrier(places))
 
 
-@functools.partial(jax.jit, static_argnames="number")
-def _rows_from(tables, place, *, number: int) -> list[Array]:
-  first, zero = at(place, 0), at(place, 1)
-  return [
-    lax.dynamic_slice(
-      table,
-      [first] + [zero] * (table.ndim - 1),
-      (number, *table.shape[1:]),
-    )
-    for table in tables
-  ]
+@jax.jit
+def _row_from(tables: Sequence[Array], places: Array) -> list[Array]:
+  row = functools.partial(lax.dynamic_index_in_dim, keepdims=False)
+  return [row(table, at(places, 0)) for table in tables]
 
 
 def sums(values: Sequence[Array], axes: tuple[int, ...]) -> list[Array]:
@@ -298,7 +291,9 @@ def search(
     settled |= known | (new.reach == ones)
     return settled, new, _next_probes(new, ones, poor), poor, kept
 
-  settled = jnp.zeros(ones.shape, jnp.bool_) if carry else bracket.reach == ones
+  settled = bracket.reach == ones
+  if carry is not None:
+    settled = jnp.zeros_like(settled)
   evenly = jnp.ones(ones.shape, jnp.bool_)
   if first is None:
     settled |= bracket.low == bracket.high
@@ -360,7 +355,7 @@ class Plan(NamedTuple):
   def masks(self, levels: Array, cuts: Array, dtype) -> list[Array]:
     """Ones above the level [L], and on it before the cut [L]."""
     return [
-      _mask(leaf.scores(), rows_from([levels, cuts], i, 1)).astype(dtype)
+      _mask(leaf.scores(), *row_from([levels, cuts], i)).astype(dtype)
       for i, leaf in enumerate(self.leaves)
     ]
 
@@ -373,7 +368,6 @@ def split_ties(kept: Array, ties: Array) -> Array:
 
 
 @jax.jit
-def _mask(scores: Array, bounds: Sequence[Array]) -> Array:
-  images, (level, cut) = image(scores), [x[0] for x in bounds]
-  first = flat_index(scores.shape) < cut
+def _mask(scores: Array, level: Array, cut: Array) -> Array:
+  images, first = image(scores), flat_index(scores.shape) < cut
   return (images > level) | ((images == level) & first)

@@ -237,7 +237,7 @@ def draw(
   """Return uniform float32 scores that depend on key, salt and path only."""
   words = _words(data, salt, names)
   return [
-    _uniform(_selection.rows_from([words], i, 1)[0][0], leaf)
+    _uniform(_selection.row_from([words], i)[0], leaf)
     for i, leaf in enumerate(leaves)
   ]
 

@@ -169,7 +169,7 @@ def topk_masks(
     for row, i in enumerate(ids):
       masks[i], entry = found[row], scores[i]
       if isinstance(entry, Lazy) and floating and not together:
-        entry.finite = _selection.rows_from([finite], row, 1)[0][0]
+        entry.finite = _selection.row_from([finite], row)[0]
   return [
     jnp.zeros(leaf.shape, MASK_DTYPE) if mask is None else mask
     for leaf, mask in zip(leaves, masks, strict=True)

@@ -289,7 +289,7 @@ class Rewiring(StaticRandomSparse):
     finite = jnp.array(True)
     for i in picked:
       for column in columns:
-        finite &= jnp.all(jnp.isfinite(_lazy.value(column[i])))
+        finite &= _lazy.finite(column[i])
     flag = jnp.where(finite, 0.0, jnp.nan)
     return jax.tree.map(lambda _: flag, params)
 

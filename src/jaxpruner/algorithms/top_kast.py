@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from jaxpruner import _tree, base_updater, mask_calculator
+from jaxpruner import _lazy, _tree, base_updater, mask_calculator
 from jaxpruner.algorithms import pruners, sparse_trainers
 
 
@@ -91,9 +91,7 @@ class TopKAST(pruners.MagnitudePruning):
     # Where a score is not finite, neither set changes.
     masks = _tree.map_masks(
       lambda _, score, mask, old: (
-        None
-        if mask is None
-        else jnp.where(jnp.all(jnp.isfinite(score)), mask, old)
+        None if mask is None else jnp.where(_lazy.finite(score), mask, old)
       ),
       scores,
       masks,
