@@ -12,7 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jaxpruner
-from jaxpruner import _select_local, _selection, _state, mask_calculator
+from jaxpruner import (
+  _select_local,
+  _select_mesh,
+  _selection,
+  _state,
+  mask_calculator,
+)
 from jaxpruner._recipe import recipe
 from jaxpruner._selection import Plan
 
@@ -25,7 +31,7 @@ WHOLE = [(48,), (6, 16), (3, 48)]
 @functools.partial(jax.jit, static_argnames="together")
 def select(leaves, ones, together=False):
   plan = Plan.of([recipe(leaf) for leaf in leaves], together)
-  return _select_local.by_search(plan, ones, jnp.uint8)[0]
+  return _select_local.by_search(plan, ones, None, jnp.uint8)[0]
 
 
 def reference(leaves, ones, together=False):
@@ -97,7 +103,10 @@ def test_search_tells_what_is_not_finite(dtype, together):
   leaves = [jnp.asarray(row, dtype) for row in values]
   search = jax.jit(
     lambda leaves, ones: _select_local.by_search(
-      Plan.of([recipe(leaf) for leaf in leaves], together), ones, jnp.uint8
+      Plan.of([recipe(leaf) for leaf in leaves], together),
+      ones,
+      None,
+      jnp.uint8,
     )[1]
   )
   for ones in (0, 3, 30):  # also where nothing is looked for
@@ -114,8 +123,9 @@ def test_search_tells_what_is_not_finite(dtype, together):
 def test_rows_divide_leaves_where_they_can(monkeypatch):
   monkeypatch.undo()
   rows = lambda *sizes: _select_local._number_of_rows(np.array(sizes))
-  assert rows(384 * 384, 384 * 1152, 384 * 1536) == 64
-  assert rows(10**8) == 1600  # 62,500 in each: fewer than 16 bits count
+  assert rows(384 * 384, 384 * 1152, 384 * 1536) == 768
+  assert rows(10**8) == 10**4
+  assert rows(2**32 - 1) == 65537  # in rows that 16 bits count
   assert rows(1000, 999) == 64
 
 
@@ -191,39 +201,149 @@ def test_equal_leaves_share_the_kernels_of_a_step(algorithm):
   assert count(16) <= count(12) + 3
 
 
-def passes(scores: np.ndarray, ones: int) -> int:
-  """How many times a search looks at all scores, from a sample's probes."""
-  image = np.asarray(_selection.image(jnp.asarray(scores)))
-  plan = _selection.Plan.of([recipe(jnp.asarray(scores))], False)
-  many, seen = _select_local._Leaves(plan), []
+NOTED = []
 
-  def count(probes, active, carry):
-    seen.append(probes)
-    hits = image[:, None] >= np.asarray(probes)[0]
-    return jnp.asarray(hits.sum(0, keepdims=True), jnp.uint32), carry
 
-  with jax.disable_jit():
-    whole = plan.whole(jnp.asarray([scores.size], jnp.uint32))
-    sample = jnp.asarray(image[:: int(many.strides[0])])
-    real, share = np.float32(sample.size), np.float32(ones / scores.size)
-    ends = _selection.finite_bounds(scores.dtype)
-    first = _select_local._guess(sample, real, share, ends)[None]
-    _selection.search(
-      count,
-      jnp.asarray([ones], jnp.uint32),
-      whole,
-      whole.high,
-      anchor=(),
-      first=first,
+@pytest.fixture
+def passes(monkeypatch):
+  """A function that tells how often all scores are read for a selection."""
+  facts = _select_local._Leaves.facts
+
+  def noted(self, leaf, probes):
+    jax.debug.callback(lambda: NOTED.append(1))
+    return facts(self, leaf, probes)
+
+  def passes(scores: np.ndarray, ones: int, trails=None):
+    plan = Plan.of([recipe(jnp.asarray(scores))], False)
+    search = jax.jit(
+      lambda ones: _select_local.by_search(plan, ones, trails, jnp.uint8)
     )
-  return len(seen)
+    NOTED.clear()
+    _, _, levels = search(jnp.array([ones], jnp.uint32))
+    jax.effects_barrier()
+    return len(NOTED), levels
+
+  monkeypatch.undo()  # rows as they are
+  monkeypatch.setattr(_select_local._Leaves, "facts", noted)
+  return passes
 
 
 @pytest.mark.parametrize("kept", [0.3, 0.2, 0.19])
-def test_many_equal_scores_take_few_passes(kept):
+def test_many_equal_scores_take_few_passes(passes, kept):
   # Pruned weights score 0, and others next to nothing: the threshold is 0, or
   # the least that is not.
   rng = np.random.default_rng(0)
   scores = np.exp(-40 * rng.random(1 << 14)).astype(np.float32)
   scores[rng.random(scores.size) < 0.8] = 0
-  assert passes(scores, int(kept * scores.size)) <= 6
+  assert passes(scores, int(kept * scores.size))[0] <= 6
+
+
+@pytest.mark.quick
+def test_few_scores_that_are_left_are_not_searched_for_in_passes(passes):
+  rng = np.random.default_rng(0)
+  taken = [
+    passes(rng.standard_normal(1 << 16, np.float32), 6554)[0] for _ in range(8)
+  ]
+  assert np.mean(taken) <= 2.5
+
+
+@pytest.mark.parametrize("size", [5000, 5003])
+@pytest.mark.parametrize("order", [1, -1])
+def test_scores_that_are_sorted(size, order):
+  # What is left is in one row, more than can be told apart there.
+  scores = np.arange(size, dtype=np.float32)[::order]
+  for ones in (1, size // 10, size // 2, size):
+    found = select([scores], jnp.array([ones], jnp.uint32))
+    np.testing.assert_array_equal(found[0], reference([scores], [ones])[0])
+
+
+def level_of(leaf, ones: int) -> int:
+  image = np.sort(np.asarray(_selection.image(jnp.asarray(leaf))).ravel())
+  top = _selection.bounds(jnp.asarray(leaf).dtype)[1]
+  return int(image[-ones]) if ones else top
+
+
+@given(st.integers(0, 2**32 - 1))
+def test_scores_have_their_images_and_images_their_scores(bits):
+  for dtype in ("float32", "bfloat16", "float16"):
+    raw = jnp.asarray(np.uint32(bits) >> np.uint32(16), jnp.uint16)
+    raw = jnp.uint32(bits) if dtype == "float32" else raw
+    number = jax.lax.bitcast_convert_type(raw, dtype)
+    image = _selection.image(number)
+    again = _selection.score(image, jnp.dtype(dtype))
+    assert int(_selection.image(again)) == int(image)
+    np.testing.assert_array_equal(*(np.float32(x) for x in (again, number)))
+
+
+@functools.partial(jax.jit, static_argnames="how")
+def follow(leaves, ones, trails, how):
+  recipes = [recipe(leaf) for leaf in leaves]
+  if how == "search":
+    plan = Plan.of(recipes, False)
+    return _select_local.by_search(plan, ones, trails, jnp.uint8)
+  way = {"few": _select_local, "mesh": _select_mesh}[how]
+  return way.masks(recipes, ones, trails, together=False, dtype=jnp.uint8)
+
+
+@given(
+  st.integers(0, 2**32 - 1),
+  st.sampled_from([3, 1000]),
+  st.sampled_from(["search", "few", "mesh"]),
+  st.sampled_from(["float32", "bfloat16"]),
+  st.data(),
+)
+def test_masks_and_levels_do_not_depend_on_trails(
+  seed, levels, how, dtype, data
+):
+  leaves = [jnp.asarray(x, dtype) for x in leaves_of(seed, levels, SHAPES)]
+  exact = [np.asarray(leaf, np.float32) for leaf in leaves]
+  ones = [data.draw(st.integers(0, leaf.size)) for leaf in leaves]
+  right = [level_of(*pair) for pair in zip(leaves, ones, strict=True)]
+  word = st.floats(width=32)
+  trails = [data.draw(st.tuples(word, word, word)) for _ in leaves]
+  if data.draw(st.booleans()):  # or as if they had stood there before
+    kind = _selection.image(leaves[0]).dtype
+    scores = _selection.score(jnp.array(right, kind), jnp.dtype(dtype))
+    trails = [(level, 0, 0) for level in scores.tolist()]
+  trails = jnp.asarray(np.array(trails, np.float32))
+  masks, _, found = follow(leaves, jnp.array(ones, jnp.uint32), trails, how)
+  for mask, wanted in zip(masks, reference(exact, ones), strict=True):
+    np.testing.assert_array_equal(mask, wanted)
+  assert found.tolist() == right
+
+
+def test_a_threshold_that_moves_on_takes_one_pass(passes):
+  rng = np.random.default_rng(0)
+  scores = np.abs(rng.standard_normal(1 << 16, np.float32))
+  trails, taken = _selection.new_trails(1), []
+  for step in range(12):
+    number, levels = passes(scores * (1 + step / 1000), 6554, trails)
+    scores_now = _selection.score(levels, jnp.dtype("float32"))
+    trails = _selection.follow(trails, scores_now)
+    taken.append(number)
+  assert np.mean(taken[6:]) <= 1.5
+
+
+def test_straight_through_starts_from_the_last_threshold(passes):
+  del passes  # notes what is read
+  pruner = jaxpruner.SteMagnitudePruning(
+    sparsity_distribution_fn=functools.partial(
+      jaxpruner.sparsity_distributions.uniform, sparsity=0.9
+    ),
+    scheduler=jaxpruner.sparsity_schedules.NoUpdateSchedule(),
+  )
+  tx = pruner.wrap_optax(optax.adam(1e-3))
+  rng = np.random.default_rng(0)
+  params = {"w": jnp.asarray(rng.standard_normal((256, 256), np.float32))}
+  state, update, taken = tx.init(params), jax.jit(tx.update), []
+  for _ in range(12):
+    grads = {"w": jnp.asarray(rng.standard_normal((256, 256), np.float32))}
+    NOTED.clear()
+    updates, state = update(grads, state, params)
+    jax.effects_barrier()
+    taken.append(len(NOTED))
+    params = optax.apply_updates(params, updates)
+    scores = np.abs(np.asarray(params["w"]))
+    wanted = reference([scores], [6554])[0]
+    np.testing.assert_array_equal(state.masks["w"], wanted)
+  assert np.mean(taken[2:]) <= 2.1

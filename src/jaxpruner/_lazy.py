@@ -30,9 +30,12 @@ class Lazy:
 
   Attributes:
     finite: whether all are; known once a selection has looked at them.
+    trail: where their threshold was last, if that tells where it will be; see
+      `_selection.new_trails`. A selection goes on with it.
   """
 
   finite: jax.Array | None = None
+  trail: jax.Array | None = None
 
   def __init__(self, fn: Callable[[], jax.Array], shape: tuple[int, ...]):
     self.fn, self.shape = fn, shape

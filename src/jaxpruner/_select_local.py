@@ -1,9 +1,13 @@
 """Select on one device: one loop searches leaf after leaf.
 
-A leaf is seen as a matrix. A strided sample says about where its threshold is;
-passes count, row by row, how many scores are below each probe; the first also
-tells whether all are finite, and the last the row in which ties are cut, so
-that cutting them takes one row, not another pass.
+A leaf is seen as a matrix. A strided sample says about where its threshold is,
+or the thresholds of earlier steps do; passes count, row by row, how many scores
+are below each probe. Once so few are left between the middle probes that no row
+has more than three, these are known: from their number, the largest, the
+smallest and the sum, which every pass finds besides. The search goes on among
+them; it takes about two passes. The first also tells whether all scores are
+finite, and the last counts in which row ties are cut, so that cutting them
+takes one row, not another pass.
 
 To compile a search for each leaf by itself would take longer than to compile
 the model. Here only what reads a leaf is compiled for its shape, and equal
@@ -11,8 +15,9 @@ leaves share it.
 """
 
 import functools
+import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,10 +31,13 @@ from jaxpruner._selection import COUNT, PROBES, Plan, at
 _COMPARISONS = 1 << 22  # so many take about a millisecond
 _COLUMNS = (1 << 16) - 1  # at most: 16-bit scores are counted in 16 bits
 _ROWS = 1 << 6  # at least: threads share them
+_FEW = 3  # scores that a row's largest, smallest and sum tell apart
+_MIDDLE = PROBES // 2  # few scores are collected from below this probe
 _SAMPLE = 1 << 10
 _BRANCHES = 1 << 3
-# The first and the last of the first probes only tell what is not finite.
-_EVEN = np.linspace(0, 1, PROBES - 2, dtype=np.float32)
+# Where the first probes go between two ends: closer where the threshold is
+# likelier. One more at either side only tells what is not finite.
+_FIRST = np.array([0, 0.27, 0.43, 0.57, 0.73, 1], np.float32)
 
 # A place counted from the start: unsigned, so that JAX does not ask whether it
 # counts from the end, which would be one more kernel each time.
@@ -46,32 +54,54 @@ def _put(table: Array, rows: Array, place: Array) -> Array:
 
 def _number_of_rows(sizes: np.ndarray) -> int:
   """In how many rows to see leaves; a divisor of all sizes, if there is one."""
-  least = max(_ROWS, -(-int(sizes.max()) // _COLUMNS))
+  largest = int(sizes.max())
+  least = max(_ROWS, math.isqrt(largest), -(-largest // _COLUMNS))
   common = int(np.gcd.reduce(sizes))
   fitting = (rows for rows in range(least, 2 * least) if common % rows == 0)
   return next(fitting, least)
 
 
-@functools.partial(jax.jit, static_argnames=("rows", "tail"))
-def _row_counts(
-  scores: Array, probes: Sequence[Array], *, rows: int, tail: bool
-) -> list[Array]:
-  """How many images of each row are below each probe: `PROBES` of [rows].
+def _facts(images: Array, probes: Sequence[Array], axis: int) -> list[Array]:
+  """How many along an axis are below each probe, and what is in the middle.
 
-  With `tail`, one more row has what does not fill the others.
+  Of images between the middle probes, the distance to the lower one: the
+  largest, the smallest, and their sum, which may wrap around.
   """
-  images = sel.image(scores).reshape(-1)
   # Narrow counters keep twice the lanes per vector for 16-bit scores. What is
   # below is counted: to compare the other way takes one operation more.
   counter = jnp.uint16 if images.dtype.itemsize <= 2 else COUNT
-  hits = lambda x: [(x < probe).astype(counter) for probe in probes]
+  below = [images < probe for probe in probes]
+  within = below[_MIDDLE] & ~below[_MIDDLE - 1]
+  distance = sel.as_unsigned(images - probes[_MIDDLE - 1])
+  most = np.iinfo(distance.dtype).max
+  none, most = (distance.dtype.type(x) for x in (0, most))
+  large, small = (jnp.where(within, distance, x) for x in (none, most))
+  values = [*(b.astype(counter) for b in below), large, small, large]
+
+  def join(a, b):
+    pairs = list(zip(a, b, strict=True))
+    added = [x + y for x, y in pairs]
+    added[PROBES] = jnp.maximum(*pairs[PROBES])
+    added[PROBES + 1] = jnp.minimum(*pairs[PROBES + 1])
+    return added
+
+  start = [counter(0)] * PROBES + [none, most, none]
+  return lax.reduce(values, start, join, (axis,))
+
+
+@functools.partial(jax.jit, static_argnames=("rows", "tail"))
+def _row_facts(
+  scores: Array, probes: Sequence[Array], *, rows: int, tail: bool
+) -> list[Array]:
+  """`_facts` of each row: of [rows], or one more that is not filled."""
+  images = sel.image(scores).reshape(-1)
   columns = images.size // rows
   body, rest = images[: rows * columns], images[rows * columns :]
-  counts = sel.sums(hits(body.reshape(rows, columns)), (1,))
+  facts = _facts(body.reshape(rows, columns), probes, 1)
   if tail:
-    last = sel.sums(hits(rest), (0,))
-    counts = [jnp.append(c, x) for c, x in zip(counts, last, strict=True)]
-  return [c.astype(COUNT) for c in counts]
+    last = _facts(rest, probes, 0)
+    facts = [jnp.append(f, x) for f, x in zip(facts, last, strict=True)]
+  return [f.astype(COUNT) for f in facts[:PROBES]] + facts[PROBES:]
 
 
 def _first_reaching(values: Array, need: Array) -> tuple[Array, Array]:
@@ -144,12 +174,12 @@ class _Leaves:
     level = -(-(count - 1).bit_length() // bits)
     return among(0, level)(*args)
 
-  def count(self, leaf: Array, probes: Array) -> list[Array]:
-    """How many of each row are below each probe: `PROBES` of [rows]."""
+  def facts(self, leaf: Array, probes: Array) -> list[Array]:
+    """`_facts` of each row."""
 
     def run(i, *probes):
       scores = self.plan.leaves[i].scores()
-      return _row_counts(scores, probes, rows=self.rows, tail=self.tail)
+      return _row_facts(scores, probes, rows=self.rows, tail=self.tail)
 
     return self._switch(leaf, run, *(at(probes, p) for p in range(PROBES)))
 
@@ -199,27 +229,22 @@ class _Leaves:
     return equal.astype(COUNT), fetched
 
 
-def _guess(sample: Array, real: Array, share: Array, ends: Any) -> Array:
-  """The first probes [P]: `ends`, and around a sample's threshold."""
+def _guess(sample: Array, real: Array, share: Array) -> Array:
+  """The first probes [P - 2], around a sample's threshold."""
   # The threshold lies within 3.5 standard deviations, as good as always.
   spread = 3.5 * jnp.sqrt(real * share * (1 - share)) + 2
   ranks = share * real + spread * np.array([1, -1], np.float32)
   # Ranks are from the top.
   index = (sample.size - jnp.clip(ranks, 1, real)).astype(_PLACE)
   low, high = jnp.sort(sample).at[index].get(mode="promise_in_bounds")
-  step = sel.part(sel.as_unsigned(high - low), _EVEN)
+  step = sel.part(sel.as_unsigned(high - low), _FIRST)
   step = jnp.maximum(step, np.arange(PROBES - 2, dtype=step.dtype))
-  probes = jnp.pad(low + sel.as_signed(step), 1)
-  least, most = (low.dtype.type(end) for end in ends)
-  place = lax.iota(jnp.int32, PROBES)
-  # Ascending, also where the sample has met what is not finite.
-  probes = jnp.where(place == 0, least, jnp.clip(probes, least, most))
-  return jnp.where(place == PROBES - 1, most, probes)
+  return low + sel.as_signed(step)
 
 
-def _by_rank(plan: Plan, ones: Array, dtype) -> list[Array]:
+def _by_rank(plan: Plan, ones: Array, dtype) -> tuple[list[Array], Array]:
   """Compare every two scores: quick to compile, for few of them."""
-  masks = []
+  masks, levels = [], []
   for segment in range(len(plan.sizes)):
     mine = np.flatnonzero(plan.segments == segment).tolist()
     scores = jnp.concatenate([plan.image(i).reshape(-1) for i in mine])
@@ -229,23 +254,41 @@ def _by_rank(plan: Plan, ones: Array, dtype) -> list[Array]:
     earlier = ((other == this) & (index < index[:, None])).astype(jnp.int32)
     above, before = sel.sums([larger, earlier], (1,))
     rank = (above + before).astype(COUNT)
-    mask = (rank < at(ones, segment)).astype(dtype)
+    chosen = rank < at(ones, segment)
+    mask, top = chosen.astype(dtype), sel.bounds(plan.dtype)[1]
+    levels.append(jnp.min(jnp.where(chosen, scores, scores.dtype.type(top))))
     parts = jnp.split(mask, np.cumsum(plan.leaf_sizes[mine])[:-1])
     masks += [
       part.reshape(plan.leaves[i].shape)
       for i, part in zip(mine, parts, strict=True)
     ]
-  return masks
+  return masks, jnp.stack(levels)
+
+
+class _Seen(NamedTuple):
+  """What passes over the rows [N, R] of a segment have told."""
+
+  rows: list[Array]  # how many are below each probe of the last pass
+  probes: Array  # these, [1, P]
+  finite: Array  # whether all scores are, [1]
+  few: Array  # images [F, N, R] of the scores that are left, once collected
+  under: Array  # how many are below all of them, [1]
+  collected: Array  # [1]
 
 
 def _search(
-  leaves: _Leaves, segment: Array, ones: Array, facts: Array
+  leaves: _Leaves,
+  segment: Array,
+  ones: Array,
+  facts: Array,
+  trail: Array | None,
 ) -> tuple[Array, Array, Array]:
   """The level of a segment [1], and where its leaves cut their ties [N].
 
-  And whether all its scores are finite, [1].
+  And whether all its scores are finite, [1]. Given a trail [1, 3], the level
+  is the least score that is kept; else it may be anywhere above the next.
   """
-  plan, number = leaves.plan, leaves.number
+  plan, number, dtype = leaves.plan, leaves.number, leaves.plan.dtype
   size, real = facts
   whole = plan.whole(size[None])
   first, wanted = segment * _PLACE(number), jnp.maximum(ones, 1)
@@ -261,40 +304,84 @@ def _search(
 
     return lax.fori_loop(_PLACE(0), _PLACE(number), visit, tables)
 
-  def count(probes, active, carry):
-    look = lambda rows: each(lambda leaf: leaves.count(leaf, probes[0]), rows)
-    if len(plan.leaves) > 1:
-      rows = look(carry[0])
-    else:
-      # Outside of a conditional, or of the choice of a leaf, its scores would
-      # be hoisted out of the loop, and stored.
-      rows = lax.cond(active[0], look, lambda rows: rows, carry[0])
-    below = jnp.stack(sel.sums(rows, (0, 1)))
-    reached, (least, most) = whole.reach[:, None] - below, ends
-    odd = (probes == least) & (below > 0) | (probes == most) & (reached > 0)
-    return reached, (rows, probes, carry[2] & ~jnp.any(odd, 1))
+  shape, ends = (number, leaves.rows + leaves.tail), sel.finite_bounds(dtype)
+  counts = [jnp.zeros(shape, COUNT)] * PROBES
+  distances = [jnp.zeros(shape, sel.as_unsigned(whole.low).dtype)] * _FEW
+  room = np.float32((shape[0] * shape[1]) ** 0.75)
 
-  blank = jnp.zeros((number, int(leaves.taken.max())), whole.low.dtype)
-  blank = sel.vary([blank], (plan.inputs, segment))
-  (sample,) = each(lambda leaf: [leaves.sample(leaf)], blank)
-  size, real, share = (x.astype(jnp.float32) for x in (size, real, wanted[0]))
-  ends = sel.finite_bounds(plan.dtype)
-  guess = _guess(sample.reshape(-1), real, share / size, ends)[None]
-  rows = jnp.zeros((number, leaves.rows + leaves.tail), COUNT)
-  bracket, (rows, probes, finite) = sel.search(
+  def within(rows):
+    return rows[_MIDDLE] - rows[_MIDDLE - 1]
+
+  def look(probes, seen):
+    """Read the scores."""
+    tables = sel.vary(counts + distances, (plan.inputs, segment, probes))
+    facts = each(lambda leaf: leaves.facts(leaf, probes[0]), tables)
+    rows, (large, small, total) = facts[:PROBES], facts[PROBES:]
+    few = jnp.stack([large, small, total - large - small])
+    few = at(probes[0], _MIDDLE - 1) + sel.as_signed(few)
+    real = lax.broadcasted_iota(COUNT, few.shape, 0) < within(rows)
+    few = jnp.where(real, few, whole.high)
+    return rows, few, jnp.zeros_like(seen.under)
+
+  def look_again(probes, seen):
+    """Count among the few scores that are left."""
+    below = [seen.few < at(probes[0], p) for p in range(PROBES)]
+    rows = sel.sums([x.astype(COUNT) for x in below], (0,))
+    return rows, seen.few, seen.under
+
+  def count(probes, active, seen):
+    del active
+    # Outside of a conditional, or of the choice of a leaf, scores would be
+    # hoisted out of the loop, and stored.
+    rows, few, under = lax.cond(
+      seen.collected[0], look_again, look, probes, seen
+    )
+    crowded = (within(rows) > _FEW).astype(COUNT)
+    *below, crowded = sel.sums([*rows, crowded], (0, 1))
+    below, (least, most) = under[:, None] + jnp.stack(below), ends
+    reached = whole.reach[:, None] - below
+    odd = (probes == least) & (below > 0) | (probes == most) & (reached > 0)
+    enough = reached >= wanted[:, None]
+    found = enough[:, _MIDDLE - 1] & ~enough[:, _MIDDLE] & (crowded == 0)
+    collected = seen.collected | found
+    seen = _Seen(
+      rows,
+      probes,
+      seen.finite & ~jnp.any(odd, 1),
+      few,
+      jnp.where(seen.collected, under, below[:, _MIDDLE - 1]),
+      collected,
+    )
+    return reached, jnp.where(collected, 0, room), seen
+
+  if trail is None:
+    blank = jnp.zeros((number, int(leaves.taken.max())), whole.low.dtype)
+    blank = sel.vary([blank], (plan.inputs, segment))
+    (sample,) = each(lambda leaf: [leaves.sample(leaf)], blank)
+    size, real, share = (x.astype(jnp.float32) for x in (size, real, wanted[0]))
+    guess = _guess(sample.reshape(-1), real, share / size)
+    guess = sel.between_ends(guess, dtype)[None]
+  else:
+    guess = sel.from_trails(trail, dtype)
+  no = jnp.zeros(1, jnp.bool_)
+  few = jnp.broadcast_to(whole.high, (_FEW, *shape))
+  start = _Seen(counts, guess, ~no, few, jnp.zeros(1, COUNT), no)
+  bracket, seen = sel.search(
     count,
     wanted,
     whole,
     whole.high,
     anchor=plan.inputs,
     first=guess,
-    carry=([rows] * PROBES, guess, jnp.ones(1, jnp.bool_)),
+    carry=start,
+    enough=lambda seen: np.True_ if trail is None else seen.collected,
   )
+  rows = seen.rows
   sizes = _rows(jnp.asarray(plan.leaf_sizes), first, number)
   sizes = sel.vary(sizes, (bracket, plan.inputs))
 
   def cut():
-    match, ties = sel.ties_at(bracket, probes)[0], jnp.zeros_like(rows[0])
+    match, ties = sel.ties_at(bracket, seen.probes)[0], jnp.zeros_like(rows[0])
     # Beyond the highest image there is no probe: all are below it.
     at_top, filled = bracket.low == whole.high, leaves.filled(first)
     for p in range(PROBES - 1):
@@ -314,24 +401,37 @@ def _search(
   tied = (bracket.reach != wanted)[0]
   cuts = lax.cond(tied, cut, lambda: sizes)
   none = ones == 0
-  level = jnp.where(none, whole.high, bracket.low)
-  return level, jnp.where(none, 0, cuts), finite
+  level = bracket.low
+  if trail is not None:
+    above = jnp.where(seen.few >= level, seen.few, whole.high)
+    level = jnp.where(seen.collected, jnp.min(above), level)
+  level = jnp.where(none, whole.high, level)
+  return level, jnp.where(none, 0, cuts), seen.finite
 
 
 def masks(
-  leaves: Sequence[Recipe], ones: Array, *, together: bool, dtype
-) -> tuple[list[Array], Array]:
+  leaves: Sequence[Recipe],
+  ones: Array,
+  trails: Array | None,
+  *,
+  together: bool,
+  dtype,
+) -> tuple[list[Array], Array, Array]:
   """Masks with `ones` [S] ones per segment, for leaves on one device.
 
-  And which segments have finite scores only, [S].
+  And which segments have finite scores only, [S]; and the levels [S], which
+  with `trails` [S, 3] are the images of the least scores kept.
   """
   plan = Plan.of(leaves, together)
   if int(np.sum(plan.sizes**2)) <= _COMPARISONS:
-    return _by_rank(plan, ones, dtype), plan.finite()
-  return by_search(plan, ones, dtype)
+    found, levels = _by_rank(plan, ones, dtype)
+    return found, plan.finite(), levels
+  return by_search(plan, ones, trails, dtype)
 
 
-def by_search(plan: Plan, ones: Array, dtype) -> tuple[list[Array], Array]:
+def by_search(
+  plan: Plan, ones: Array, trails: Array | None, dtype
+) -> tuple[list[Array], Array, Array]:
   """The same, for leaves of any size."""
   many, segments = _Leaves(plan), len(plan.sizes)
   taken = many.taken.reshape(segments, -1).sum(1)
@@ -340,7 +440,11 @@ def by_search(plan: Plan, ones: Array, dtype) -> tuple[list[Array], Array]:
   def solve(segment, state):
     levels, cuts, finite = state
     level, ends, good = _search(
-      many, segment, _rows(ones, segment), _rows(facts, segment)[0]
+      many,
+      segment,
+      _rows(ones, segment),
+      _rows(facts, segment)[0],
+      None if trails is None else _rows(trails, segment),
     )
     place = segment * _PLACE(many.number)
     return (
@@ -357,6 +461,5 @@ def by_search(plan: Plan, ones: Array, dtype) -> tuple[list[Array], Array]:
   start = sel.vary(start, (plan.inputs, ones))
   state = lax.fori_loop(_PLACE(0), _PLACE(segments), solve, start)
   levels, cuts, finite = state
-  if plan.together:
-    levels = jnp.broadcast_to(levels, cuts.shape)
-  return plan.masks(levels, cuts, dtype), finite
+  each = jnp.broadcast_to(levels, cuts.shape) if plan.together else levels
+  return plan.masks(each, cuts, dtype), finite, levels

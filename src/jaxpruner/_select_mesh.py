@@ -42,17 +42,24 @@ def _counter(plan: Plan, segments: np.ndarray, ranked):
     # be stored.
     blank = jnp.zeros((len(plan.leaves), PROBES), COUNT)
     skip = lambda probes: sel.vary(blank, (probes, plan.inputs))
-    return lax.cond(jnp.any(active), run, skip, probes), carry
+    counts = lax.cond(jnp.any(active), run, skip, probes)
+    return counts, np.float32(0), carry
 
   return count
 
 
 def masks(
-  leaves: Sequence[Recipe], ones: Array, *, together: bool, dtype
-) -> tuple[list[Array], Array]:
+  leaves: Sequence[Recipe],
+  ones: Array,
+  trails: Array | None,
+  *,
+  together: bool,
+  dtype,
+) -> tuple[list[Array], Array, Array]:
   """Masks with `ones` [S] ones per segment, for leaves of any sharding.
 
-  And which segments have finite scores only, [S].
+  And which segments have finite scores only, [S]; and the levels [S], which
+  with `trails` [S, 3] are the images of the least scores kept.
   """
   plan = Plan.of(leaves, together)
   whole = plan.whole(jnp.asarray(plan.sizes, COUNT))
@@ -62,10 +69,13 @@ def masks(
   )
 
   def count(probes, active, carry):
-    counts, carry = count_leaves(probes, active, carry)
-    return plan.per_segment(counts), carry
+    counts, room, carry = count_leaves(probes, active, carry)
+    return plan.per_segment(counts), room, carry
 
-  bracket, _ = sel.search(count, wanted, whole, whole.high, anchor=plan.inputs)
+  first = None if trails is None else sel.from_trails(trails, plan.dtype)
+  bracket, _ = sel.search(
+    count, wanted, whole, whole.high, anchor=plan.inputs, first=first
+  )
   sizes = jnp.asarray(plan.leaf_sizes)
   low = bracket.low[plan.segments]
   tied = (bracket.reach != wanted)[plan.segments]
@@ -95,6 +105,20 @@ def masks(
 
   keep_all = lambda: sel.vary(sizes, (tied, plan.inputs))
   cuts = lax.cond(jnp.any(tied), cut, keep_all)
-  none = (ones == 0)[plan.segments]
-  levels = jnp.where(none, whole.high[plan.segments], low)
-  return plan.masks(levels, jnp.where(none, 0, cuts), dtype), plan.finite()
+  levels = jnp.where(ones == 0, whole.high, bracket.low)
+  cuts = jnp.where((ones == 0)[plan.segments], 0, cuts)
+  found = plan.masks(levels[plan.segments], cuts, dtype)
+  return found, plan.finite(), _least(plan, levels, trails)
+
+
+def _least(plan: Plan, levels: Array, trails: Array | None) -> Array:
+  """The least images that reach the levels [S], which may be in between."""
+  if trails is None:
+    return levels
+  top = sel.bounds(plan.dtype)[1]
+
+  def least(i):
+    image = plan.image(i)
+    return jnp.min(jnp.where(image >= at(levels, i), image, top))
+
+  return jnp.stack([least(i) for i in range(len(plan.leaves))])

@@ -68,6 +68,15 @@ def image(x: Array) -> Array:
   return jnp.maximum(ordered, signed(low))
 
 
+def score(image: Array, dtype) -> Array:
+  """Return the floats that have these images."""
+  bits = 8 * image.dtype.itemsize
+  lift = bounds(dtype)[1] - _infinity(dtype)
+  below = image.dtype.type(lift - (1 << (bits - 1))) - image
+  raw = jnp.where(image < lift, below, image - image.dtype.type(lift))
+  return lax.bitcast_convert_type(raw, dtype)
+
+
 def flat_index(shape: tuple[int, ...]) -> Array:
   """The row-major index of each element, without a reshape."""
   index, stride = jnp.zeros((), COUNT), 1
@@ -217,20 +226,30 @@ class Bracket(NamedTuple):
     return jax.tree.map(functools.partial(jnp.where, condition), self, other)
 
 
-# Where the next probes go, in standard deviations from the expected threshold.
-_SPREAD = np.array([-4, -2, -1, -0.3, 0.3, 1, 2, 4], np.float32)
+# Where the next probes go, in standard deviations from the expected threshold:
+# two about it, as near as these bounds say, and the others so far beyond them.
+_SIDE = np.array([-1] * 4 + [1] * 4, np.float32)
+_BEYOND = np.array([3.7, 1.7, 0.7, 0, 0, 0.7, 1.7, 3.7], np.float32)
+_NEAR, _FAR = np.float32(0.3), np.float32(3)
 # The first is next to the lower end: many scores may be equal to that.
 _EVEN = np.arange(PROBES, dtype=np.float32) / PROBES
 
 
-def _next_probes(bracket: Bracket, ones: Array, evenly: Array) -> Array:
-  """Candidate thresholds [S, P], ascending, around where it is expected."""
+def _next_probes(
+  bracket: Bracket, ones: Array, evenly: Array, room: Any
+) -> Array:
+  """Candidate thresholds [S, P], ascending, around where it is expected.
+
+  With about `room` scores between the middle ones, if that is sensible.
+  """
   width = as_unsigned(bracket.high - bracket.low)[:, None]
   inside = (bracket.reach - bracket.beyond).astype(jnp.float32)
   inside = jnp.maximum(inside, 1)
-  share = (bracket.reach - ones).astype(jnp.float32) / inside
-  spread = jnp.sqrt(jnp.maximum(inside * share * (1 - share), 0.25)) / inside
-  guess = share[:, None] + spread[:, None] * _SPREAD
+  above = (bracket.reach - ones).astype(jnp.float32)
+  spread = jnp.sqrt(jnp.maximum(above * (1 - above / inside), 0.25))
+  middle = jnp.clip(room / 2, _NEAR * spread, _FAR * spread)
+  away = _SIDE * (middle[:, None] + spread[:, None] * _BEYOND)
+  guess = (above[:, None] + away) / inside[:, None]
   step = part(width, jnp.where(evenly[:, None], _EVEN, guess))
   step = jnp.clip(step, 1, jnp.maximum(width, 1))
   # A bracket this narrow is counted value by value, the successor of its
@@ -240,6 +259,53 @@ def _next_probes(bracket: Bracket, ones: Array, evenly: Array) -> Array:
   return bracket.low[:, None] + as_signed(step)
 
 
+# Where to look first, in errors of what is expected.
+_ERRORS = np.array([-8, -2.5, -1, 1, 2.5, 8], np.float32)
+# And at least so many images away.
+_APART = np.array([-3, -2, -1, 1, 2, 3], np.int8)
+
+
+def new_trails(number: int) -> Array:
+  """What is known of thresholds [S, 3] before the first: nothing.
+
+  A trail has the score at which a threshold is, how far it came to be there,
+  and by how much that was not expected.
+  """
+  return jnp.asarray(np.tile(np.array([0, 0, np.inf], np.float32), (number, 1)))
+
+
+def follow(trails: Array, levels: Array) -> Array:
+  """Return the trails [S, 3] of thresholds that now are at `levels` [S]."""
+  old, move, error = trails.T
+  levels = levels.astype(old.dtype)
+  # One that was met by chance does not make the next that certain.
+  error = jnp.maximum(jnp.abs(levels - (old + move)), error / 4)
+  known = jnp.isfinite(error)
+  move = jnp.where(known, levels - old, 0)
+  error = jnp.where(known, error, jnp.abs(levels) / 32)
+  return jnp.stack([levels, move, error], 1)
+
+
+def from_trails(trails: Array, dtype) -> Array:
+  """The first probes [S, P], around where thresholds would go on to."""
+  level, move, error = (x[:, None] for x in trails.T)
+  probes = image((level + move + error * _ERRORS).astype(dtype))
+  return between_ends(probes + _APART.astype(probes.dtype), dtype)
+
+
+def between_ends(probes: Array, dtype) -> Array:
+  """Probes [..., P - 2] with two more, that tell what is not finite."""
+  least, most = finite_bounds(dtype)
+  kind = jnp.dtype(f"int{8 * dtype.itemsize}")
+  place = lax.iota(jnp.int32, PROBES)
+  padding = [(0, 0)] * (probes.ndim - 1) + [(1, 1)]
+  # Ascending, also where a sample has met what is not finite.
+  probes = jnp.clip(jnp.pad(probes, padding), least, most).astype(kind)
+  ends = [kind.type(x) for x in (least, most)]
+  probes = jnp.where(place == 0, ends[0], probes)
+  return jnp.where(place == PROBES - 1, ends[1], probes)
+
+
 def ties_at(bracket: Bracket, probes: Array) -> Array:
   """Which of `probes` [S, P - 1] is the threshold, its successor the next."""
   low = bracket.low[:, None]
@@ -247,7 +313,7 @@ def ties_at(bracket: Bracket, probes: Array) -> Array:
 
 
 def search(
-  count: Callable[..., tuple[Array, Any]],
+  count: Callable[..., tuple[Array, Any, Any]],
   ones: Array,
   bracket: Bracket,
   top: Array,
@@ -255,11 +321,13 @@ def search(
   anchor: Any,
   first: Array | None = None,
   carry: Any = None,
+  enough: Callable[[Any], Any] = lambda carry: np.True_,
 ) -> tuple[Bracket, Any]:
   """Narrow all brackets until their thresholds are known.
 
   Args:
-    count: `(probes [S, P], active [S], carry) -> (counts [S, P], carry)`.
+    count: `(probes [S, P], active [S], carry) -> (counts [S, P], room [S],
+      carry)`; it can make use of `room` scores between the middle probes.
     ones: how many to keep, [S], at least 1.
     bracket: where to look.
     top: the highest image, [S].
@@ -268,6 +336,8 @@ def search(
     carry: what `count` keeps of its last pass; for a single segment. If given,
       there is a pass, and the last has counted both the threshold and its
       successor, unless no ties are cut.
+    enough: whether a carry says all there is to know of a segment for which
+      the right number reaches a probe; else its threshold is searched for.
 
   Returns:
     The brackets, and the carry.
@@ -275,7 +345,7 @@ def search(
 
   def body(state):
     settled, bracket, probes, poor, kept = state
-    counts, kept = count(probes, ~settled, kept)
+    counts, room, kept = count(probes, ~settled, kept)
     # Nothing reaches a probe beyond the top; its narrow image has wrapped.
     counts = jnp.where(probes <= top[:, None], counts, 0)
     new = bracket.narrow(probes, counts, ones)
@@ -288,8 +358,8 @@ def search(
     known = new.low == new.high
     if carry is not None:
       known &= jnp.any(ties_at(new, probes), 1)
-    settled |= known | (new.reach == ones)
-    return settled, new, _next_probes(new, ones, poor), poor, kept
+    settled |= known | (new.reach == ones) & enough(kept)
+    return settled, new, _next_probes(new, ones, poor, room), poor, kept
 
   settled = bracket.reach == ones
   if carry is not None:
@@ -297,7 +367,7 @@ def search(
   evenly = jnp.ones(ones.shape, jnp.bool_)
   if first is None:
     settled |= bracket.low == bracket.high
-    first = _next_probes(bracket, ones, evenly)
+    first = _next_probes(bracket, ones, evenly, np.float32(0))
   start = settled, bracket, first, evenly, carry
   start = vary(start, (anchor, ones))
   state = lax.while_loop(lambda s: ~jnp.all(s[0]), body, start)

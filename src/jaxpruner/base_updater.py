@@ -196,12 +196,7 @@ class BaseUpdater:
     self, sparse_state: SparseState, params: PyTree, grads: PyTree
   ) -> SparseState:
     """Return the state with the masks this step calls for."""
-    scores = _lazy.defer(
-      lambda p, s, g: self.calculate_scores(p, sparse_state=s, grads=g),
-      params,
-      sparse_state,
-      grads,
-    )
+    scores = self._scores(sparse_state, params, grads)
     if not getattr(type(self).create_masks, "takes_lazy", False):
       scores = jax.tree.map(_lazy.value, scores)
     sparsities = self.sparsities_at(sparse_state, params, sparse_state.count)
@@ -519,6 +514,17 @@ class BaseUpdater:
     for i, score in zip(drawn, scores, strict=True):
       result[i] = score
     return treedef.unflatten(result)
+
+  def _scores(
+    self, state: SparseState, params: PyTree, grads: PyTree
+  ) -> PyTree:
+    """Return what `calculate_scores` says, lazily where that is cheap."""
+    return _lazy.defer(
+      lambda p, s, g: self.calculate_scores(p, sparse_state=s, grads=g),
+      params,
+      state,
+      grads,
+    )
 
   def _masks_of_zeros(self, params: PyTree, targets: Sparsities) -> Masks:
     return _tree.map_masks(

@@ -164,12 +164,20 @@ def topk_masks(
     ]
     chosen = [leaves[i] for i in ids]
     counts = ones if together else pick(ones, ids)
-    found, finite = _select(chosen, counts, together)
-    floating = jnp.issubdtype(chosen[0].dtype, jnp.floating)
+    floating = jnp.issubdtype(dtype, jnp.floating)
+    known: list[Any] = [getattr(scores[i], "trail", None) for i in ids]
+    trails = None
+    if floating and not together and all(t is not None for t in known):
+      trails = jnp.stack(known)
+    found, finite, levels = _select(chosen, counts, trails, together)
+    if trails is not None:
+      levels = _selection.score(levels, dtype)
+      trails = _selection.follow(trails, levels)
     for row, i in enumerate(ids):
       masks[i], entry = found[row], scores[i]
       if isinstance(entry, Lazy) and floating and not together:
         entry.finite = _selection.row_from([finite], row)[0]
+        entry.trail = None if trails is None else trails[row]
   return [
     jnp.zeros(leaf.shape, MASK_DTYPE) if mask is None else mask
     for leaf, mask in zip(leaves, masks, strict=True)
@@ -188,24 +196,24 @@ def pick(counts: Sequence[Any] | Array, ids: Sequence[int]) -> Any:
 class _Selection(NamedTuple):
   """A selection without its arrays, which JAX can look up when repeated."""
 
-  method: Callable[..., tuple[list[Array], Array]]
+  method: Callable[..., tuple[list[Array], Array, Array]]
   recipes: tuple[Recipe, ...]
   together: bool
 
-  def __call__(self, inputs, ones) -> list[Array]:
+  def __call__(self, inputs, ones, trails) -> list[Array]:
     leaves = [
       leaf._replace(inputs=tuple(x))
       for leaf, x in zip(self.recipes, inputs, strict=True)
     ]
-    masks, finite = self.method(
-      leaves, ones, together=self.together, dtype=MASK_DTYPE
+    masks, finite, levels = self.method(
+      leaves, ones, trails, together=self.together, dtype=MASK_DTYPE
     )
-    return [*masks, finite]
+    return [*masks, finite, levels]
 
 
 def _select(
-  leaves: list[Recipe], ones, together: bool
-) -> tuple[list[Array], Array]:
+  leaves: list[Recipe], ones, trails: Array | None, together: bool
+) -> tuple[list[Array], Array, Array]:
   sizes = [leaf.size for leaf in leaves]
   sizes = [sum(sizes)] if together else sizes
   if sum(sizes) >= 1 << 32 and together:
@@ -224,14 +232,18 @@ def _select(
   recipes = tuple(leaf._replace(inputs=()) for leaf in leaves)
   shapes = [jax.ShapeDtypeStruct(leaf.shape, MASK_DTYPE) for leaf in leaves]
   shapes.append(jax.ShapeDtypeStruct(ones.shape, jnp.bool_))
-  *masks, finite = on_one_device(
+  image = jax.eval_shape(
+    _selection.image, jax.ShapeDtypeStruct(ones.shape, leaves[0].dtype)
+  )
+  *masks, finite, levels = on_one_device(
     _Selection(_select_local.masks, recipes, together),
     _Selection(_select_mesh.masks, recipes, together),
-    shapes,
+    [*shapes, image],
     inputs,
     ones,
+    trails,
   )
-  return masks, finite
+  return masks, finite, levels
 
 
 def topk_mask_calculator(scores: Array, sparsity: Any) -> Array:

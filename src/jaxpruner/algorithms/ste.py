@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxpruner import _checks, _tree, base_updater
+from jaxpruner import _checks, _lazy, _selection, _tree, base_updater
 from jaxpruner.algorithms import pruners
 
 
@@ -37,6 +37,13 @@ class StePruning(base_updater.BaseUpdater):
   """
 
   holds_zeros: ClassVar[bool] = False
+  # Whether the thresholds of the last steps tell where the next is.
+  steady: ClassVar[bool] = False
+
+  def init_stats(self, params, masks):
+    """Return the trails of all thresholds; none has been left."""
+    number = len(jax.tree.leaves(masks))
+    return _selection.new_trails(number) if self.steady and number else None
 
   def get_initial_masks(self, params, target_sparsities):
     if "gradients" in self.needs:  # known only after a first pass
@@ -54,6 +61,31 @@ class StePruning(base_updater.BaseUpdater):
   def after_update(self, state, params, updates, grads=None):
     new_params = optax.apply_updates(params, updates)
     return super().update_state(state, new_params, grads)
+
+  def _scores(self, state, params, grads):
+    scores = super()._scores(state, params, grads)
+    for row, entry in enumerate(self._scored(state, params, scores)):
+      if self.steady and isinstance(entry, _lazy.Lazy):
+        entry.trail = _selection.row_from([state.stats], row)[0]
+    return scores
+
+  def replace_masks(self, state, params, masks, *scores):
+    found: list[Any] = [
+      getattr(entry, "trail", None)
+      for entry in self._scored(state, params, scores[0])
+    ]
+    if self.steady and found and all(trail is not None for trail in found):
+      state = state._replace(stats=jnp.stack(found))
+    return super().replace_masks(state, params, masks, *scores)
+
+  def _scored(self, state, params, scores) -> list[Any]:
+    """Return the scores of the leaves that have a mask."""
+    pairs = zip(
+      _tree.align(params, scores, "scores"),
+      _tree.align(params, state.masks),
+      strict=True,
+    )
+    return [entry for entry, mask in pairs if mask is not None]
 
   def pre_forward_update(self, params: Any, opt_state: Any) -> Any:
     """Return sparse parameters whose gradient reaches every weight."""
@@ -76,6 +108,7 @@ class SteMagnitudePruning(StePruning, pruners.MagnitudePruning):
   large again returns.
   """
 
+  steady: ClassVar[bool] = True
   category: ClassVar[base_updater.Category] = base_updater.Category(
     dynamic=True,
     paper="Bengio et al., 2013; Zhou et al., 2021",
@@ -142,6 +175,7 @@ class SteRandomPruning(StePruning, pruners.RandomPruning):
   drawn once: each weight keeps its score.
   """
 
+  steady: ClassVar[bool] = True
   category: ClassVar[base_updater.Category] = base_updater.Category(
     needs=frozenset({"random"}),
     paper="baseline",
