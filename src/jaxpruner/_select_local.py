@@ -139,8 +139,8 @@ class _Leaves:
     # Elements of a row, and of what is fetched for it: the last may be short.
     self.columns = sizes // self.rows
     self.lengths = np.minimum(sizes, np.maximum(self.columns, self.rows))
-    # A larger sample would bring its own cost back only for large leaves.
-    sample = np.clip(int(plan.sizes.mean()) >> 10, _SAMPLE, 32 * _SAMPLE)
+    # So many that what is left after a pass can mostly be told apart.
+    sample = max(_SAMPLE, 2 * math.isqrt(int(plan.sizes.mean())))
     share = -(-sample * sizes // (sizes.sum() if plan.together else sizes))
     self.strides = -(-sizes // share)
     self.taken = -(-sizes // self.strides)
