@@ -9,16 +9,17 @@ import numpy as np
 
 from jaxpruner.sparse import formats
 
-# Batch rows at a time: what is gathered for them stays in cache.
-SMALL_CHUNK, LARGE_CHUNK = 32, 128
-# Tall matrices pay from this many blocks per column on. Columns of equal height
-# are multiplied together; with more heights the program would grow long.
-MIN_TALL, MAX_HEIGHTS = 4, 32
+# Batch rows at a time, and times blocks: what is gathered for them stays in
+# cache.
+SMALL_CHUNK, LARGE_CHUNK, MOST_GATHERED = 32, 64, 1 << 16
+# Columns of equal height are multiplied together; with more heights the program
+# would grow long.
+MAX_HEIGHTS = 32
 
 
 @formats.register
 class Block(formats.SparseMatrix):
-  """The kept blocks, in order of block column and row.
+  """The kept blocks, by block column and row; columns of few blocks first.
 
   A small batch is multiplied by all blocks at once and the products summed by
   block column. For a large one that sum costs more than the products: there
@@ -50,19 +51,28 @@ class Block(formats.SparseMatrix):
       tiled = padded.reshape(grid[0], height, grid[1], width)
       return tiled.transpose(2, 0, 1, 3)
 
-    cols, rows = np.nonzero(np.any(blocks(kept), axis=(2, 3)))
-    values = blocks(np.where(kept, dense, 0).astype(dense.dtype))[cols, rows]
+    found = np.any(blocks(kept), axis=(2, 3))
+    counts = np.count_nonzero(found, axis=1)
+    order = np.argsort(counts, kind="stable")
+    cols, rows = np.nonzero(found[order])
+    values = blocks(np.where(kept, dense, 0).astype(dense.dtype))
     return cls(
-      jnp.asarray(values),
+      jnp.asarray(values[order[cols], rows]),
       jnp.asarray(rows.astype(np.int32)),
       dense.shape,
-      tuple(np.bincount(cols, minlength=grid[1]).tolist()),
+      tuple(counts.tolist()),
     )
+
+  @property
+  def _order(self) -> np.ndarray:
+    """The block columns, as the blocks are stored."""
+    return np.argsort(self.counts, kind="stable")
 
   @property
   def cols(self) -> jax.Array:
     """The block column of every block."""
-    return jnp.asarray(np.repeat(np.arange(len(self.counts)), self.counts))
+    counts = np.asarray(self.counts)[self._order]
+    return jnp.asarray(np.repeat(self._order, counts))
 
   def positions(self) -> tuple[jax.Array, jax.Array, jax.Array]:
     _, height, width = self.values.shape
@@ -76,9 +86,9 @@ class Block(formats.SparseMatrix):
     lead = x.shape[:-1]
     x = x.reshape(-1, self.shape[0])
     chunk, product = SMALL_CHUNK, self._by_block
-    tall = len(self.rows) >= MIN_TALL * len(self.counts)
-    if len(x) >= LARGE_CHUNK and tall and len(set(self.counts)) <= MAX_HEIGHTS:
-      chunk, product = LARGE_CHUNK, self._by_column()
+    if len(x) >= LARGE_CHUNK and len(set(self.counts)) <= MAX_HEIGHTS:
+      fitting = MOST_GATHERED // max(1, len(self.rows)) // LARGE_CHUNK
+      chunk, product = LARGE_CHUNK * max(1, fitting), self._by_column()
     if len(x) <= chunk:
       return product(x).reshape(*lead, self.shape[1])
     whole = len(x) // chunk * chunk
@@ -104,32 +114,37 @@ class Block(formats.SparseMatrix):
     products = jnp.matmul(
       inputs[self.rows], self.values, preferred_element_type=wide
     )
+    order = self._order
+    stored = np.repeat(np.arange(len(order)), np.asarray(self.counts)[order])
     sums = jax.ops.segment_sum(
-      products, self.cols, len(self.counts), indices_are_sorted=True
+      products, stored, len(order), indices_are_sorted=True
     )
-    y = sums.transpose(1, 0, 2).reshape(len(x), -1)
+    place = np.argsort(order)
+    y = sums[place].transpose(1, 0, 2).reshape(len(x), -1)
     return y[:, : self.shape[1]].astype(dtype)
 
   def _by_column(self) -> Callable[[jax.Array], jax.Array]:
     _, height, width = self.values.shape
-    counts = np.asarray(self.counts)
-    starts = np.cumsum(counts) - counts
-    kinds = []
-    for count in np.unique(counts):
-      blocks = starts[counts == count][:, None] + np.arange(count)
-      tall = (len(blocks), count * height, width)
-      kinds.append((self.rows[blocks], self.values[blocks].reshape(tall)))
-    place = np.argsort(np.argsort(counts, kind="stable"))
+    kinds, start = [], 0
+    for count, columns in zip(
+      *np.unique(self.counts, return_counts=True), strict=True
+    ):
+      mine = slice(start, start := start + int(count * columns))
+      rows = self.rows[mine].reshape(columns, count)
+      tall = self.values[mine].reshape(columns, count, height, width)
+      kinds.append((rows, tall))
+    place = np.argsort(self._order)
 
     def product(x):
       inputs, (dtype, wide) = self._inputs(x), self._dtypes(x)
-      parts = []
-      for rows, tall in kinds:
-        taken = inputs[:, rows].reshape(len(x), *tall.shape[:2])
-        parts.append(
-          jnp.einsum("bnk,nkc->bnc", taken, tall, preferred_element_type=wide)
+      inputs = inputs.transpose(1, 0, 2)
+      parts = [
+        jnp.einsum(
+          "nibk,nikc->nbc", inputs[rows], tall, preferred_element_type=wide
         )
-      y = jnp.concatenate(parts, axis=1)[:, place].reshape(len(x), -1)
+        for rows, tall in kinds
+      ]
+      y = jnp.concatenate(parts)[place].transpose(1, 0, 2).reshape(len(x), -1)
       return y[:, : self.shape[1]].astype(dtype)
 
     return product
