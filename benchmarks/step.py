@@ -372,10 +372,12 @@ nothing; the optimizer goes on from its moments as they are stored, so that XLA
 overwrites them in place; and packed bits are unpacked in the pass that applies
 them. The MLP at batch 8 is the hardest case: its step is little more than one
 reading and writing of weights, gradients and moments, 44 bytes per weight. A
-selection reads the scores four to five times, to count, three or four times,
-and to write. So an update step there costs as many passes more: 4 bytes each
-for |w|, 8 for |w·g|, and for random numbers, which are drawn anew in every pass
-rather than stored, some ten integer operations."""
+selection reads the scores about three times: twice to count, and to write. So
+an update step there costs as many passes more: 4 bytes each for |w|, 8 for
+|w·g|, and for random numbers, which are drawn anew in every pass rather than
+stored, some ten integer operations. Straight-through pruning selects at every
+step, and starts from where the last thresholds lead: mostly that takes one or
+two passes to count."""
 
 COMPILING = """Seconds of processor time for tracing, lowering and compiling,
 without a cache, one after the other in a warm process; one leaf in three is

@@ -265,6 +265,11 @@ def _by_rank(plan: Plan, ones: Array, dtype) -> tuple[list[Array], Array]:
   return masks, jnp.stack(levels)
 
 
+def _within(rows: list[Array]) -> Array:
+  """How many scores each row has between the middle probes."""
+  return rows[_MIDDLE] - rows[_MIDDLE - 1]
+
+
 class _Seen(NamedTuple):
   """What passes over the rows [N, R] of a segment have told."""
 
@@ -276,72 +281,89 @@ class _Seen(NamedTuple):
   collected: Array  # [1]
 
 
-def _search(
-  leaves: _Leaves,
-  segment: Array,
-  ones: Array,
-  facts: Array,
-  trail: Array | None,
-) -> tuple[Array, Array, Array]:
-  """The level of a segment [1], and where its leaves cut their ties [N].
+class _Segment:
+  """What passes do to one segment, known by its number: a `sel.search`."""
 
-  And whether all its scores are finite, [1]. Given a trail [1, 3], the level
-  is the least score that is kept; else it may be anywhere above the next.
-  """
-  plan, number, dtype = leaves.plan, leaves.number, leaves.plan.dtype
-  size, real = facts
-  whole = plan.whole(size[None])
-  first, wanted = segment * _PLACE(number), jnp.maximum(ones, 1)
+  def __init__(
+    self, leaves: _Leaves, segment: Array, ones: Array, facts: Array
+  ):
+    self.leaves, self.plan = leaves, leaves.plan
+    self.anchor = (self.plan.inputs, segment)
+    self.size, self.sampled = facts
+    self.ones, self.wanted = ones, jnp.maximum(ones, 1)
+    self.whole = self.plan.whole(self.size[None])
+    self.first = segment * _PLACE(leaves.number)
+    self.shape = leaves.number, leaves.rows + leaves.tail
 
-  def each(run, tables):
+  def each(self, run: Callable[[Array], list[Array]], tables) -> list[Array]:
     """Tables with a row of what `run` gives for each leaf."""
+    number = self.leaves.number
     if number == 1:
-      return [row[None] for row in run(first)]
+      return [row[None] for row in run(self.first)]
 
     def visit(i, tables):
-      rows = run(first + i)
+      rows = run(self.first + i)
       return [_put(t, r[None], i) for t, r in zip(tables, rows, strict=True)]
 
+    tables = sel.vary(tables, self.anchor)
     return lax.fori_loop(_PLACE(0), _PLACE(number), visit, tables)
 
-  shape, ends = (number, leaves.rows + leaves.tail), sel.finite_bounds(dtype)
-  counts = [jnp.zeros(shape, COUNT)] * PROBES
-  distances = [jnp.zeros(shape, sel.as_unsigned(whole.low).dtype)] * _FEW
-  room = np.float32((shape[0] * shape[1]) ** 0.75)
+  def guess(self) -> Array:
+    """The first probes [1, P], from a sample."""
+    width = int(self.leaves.taken.max())
+    blank = jnp.zeros((self.leaves.number, width), self.whole.low.dtype)
+    (sample,) = self.each(lambda leaf: [self.leaves.sample(leaf)], [blank])
+    size, real, share = (
+      x.astype(jnp.float32) for x in (self.size, self.sampled, self.wanted[0])
+    )
+    probes = _guess(sample.reshape(-1), real, share / size)
+    return sel.between_ends(probes, self.plan.dtype)[None]
 
-  def within(rows):
-    return rows[_MIDDLE] - rows[_MIDDLE - 1]
+  def unseen(self, probes: Array) -> _Seen:
+    """What is known before the first pass."""
+    no, rows = jnp.zeros(1, jnp.bool_), jnp.zeros(self.shape, COUNT)
+    few = jnp.broadcast_to(self.whole.high, (_FEW, *self.shape))
+    return _Seen([rows] * PROBES, probes, ~no, few, jnp.zeros(1, COUNT), no)
 
-  def look(probes, seen):
+  def _look(
+    self, probes: Array, seen: _Seen
+  ) -> tuple[list[Array], Array, Array]:
     """Read the scores."""
-    tables = sel.vary(counts + distances, (plan.inputs, segment, probes))
-    facts = each(lambda leaf: leaves.facts(leaf, probes[0]), tables)
+    unsigned = sel.as_unsigned(self.whole.low).dtype
+    tables = [jnp.zeros(self.shape, COUNT)] * PROBES
+    tables += [jnp.zeros(self.shape, unsigned)] * _FEW
+    facts = self.each(lambda leaf: self.leaves.facts(leaf, probes[0]), tables)
     rows, (large, small, total) = facts[:PROBES], facts[PROBES:]
     few = jnp.stack([large, small, total - large - small])
     few = at(probes[0], _MIDDLE - 1) + sel.as_signed(few)
-    real = lax.broadcasted_iota(COUNT, few.shape, 0) < within(rows)
-    few = jnp.where(real, few, whole.high)
+    real = lax.broadcasted_iota(COUNT, few.shape, 0) < _within(rows)
+    few = jnp.where(real, few, self.whole.high)
     return rows, few, jnp.zeros_like(seen.under)
 
-  def look_again(probes, seen):
+  def _look_again(
+    self, probes: Array, seen: _Seen
+  ) -> tuple[list[Array], Array, Array]:
     """Count among the few scores that are left."""
     below = [seen.few < at(probes[0], p) for p in range(PROBES)]
     rows = sel.sums([x.astype(COUNT) for x in below], (0,))
     return rows, seen.few, seen.under
 
-  def count(probes, active, seen):
+  def count(
+    self, probes: Array, active: Array, seen: _Seen
+  ) -> tuple[Array, Array, _Seen]:
     del active
     # Outside of a conditional, or of the choice of a leaf, scores would be
     # hoisted out of the loop, and stored.
     rows, few, under = lax.cond(
-      seen.collected[0], look_again, look, probes, seen
+      seen.collected[0], self._look_again, self._look, probes, seen
     )
-    crowded = (within(rows) > _FEW).astype(COUNT)
+    crowded = (_within(rows) > _FEW).astype(COUNT)
     *below, crowded = sel.sums([*rows, crowded], (0, 1))
-    below, (least, most) = under[:, None] + jnp.stack(below), ends
-    reached = whole.reach[:, None] - below
+    below = under[:, None] + jnp.stack(below)
+    reached = self.whole.reach[:, None] - below
+    least, most = sel.finite_bounds(self.plan.dtype)
     odd = (probes == least) & (below > 0) | (probes == most) & (reached > 0)
-    enough = reached >= wanted[:, None]
+    enough = reached >= self.wanted[:, None]
     found = enough[:, _MIDDLE - 1] & ~enough[:, _MIDDLE] & (crowded == 0)
     collected = seen.collected | found
     seen = _Seen(
@@ -352,61 +374,62 @@ def _search(
       jnp.where(seen.collected, under, below[:, _MIDDLE - 1]),
       collected,
     )
+    room = np.float32((self.shape[0] * self.shape[1]) ** 0.75)
     return reached, jnp.where(collected, 0, room), seen
 
-  if trail is None:
-    blank = jnp.zeros((number, int(leaves.taken.max())), whole.low.dtype)
-    blank = sel.vary([blank], (plan.inputs, segment))
-    (sample,) = each(lambda leaf: [leaves.sample(leaf)], blank)
-    size, real, share = (x.astype(jnp.float32) for x in (size, real, wanted[0]))
-    guess = _guess(sample.reshape(-1), real, share / size)
-    guess = sel.between_ends(guess, dtype)[None]
-  else:
-    guess = sel.from_trails(trail, dtype)
-  no = jnp.zeros(1, jnp.bool_)
-  few = jnp.broadcast_to(whole.high, (_FEW, *shape))
-  start = _Seen(counts, guess, ~no, few, jnp.zeros(1, COUNT), no)
-  bracket, seen = sel.search(
-    count,
-    wanted,
-    whole,
-    whole.high,
-    anchor=plan.inputs,
-    first=guess,
-    carry=start,
-    enough=lambda seen: np.True_ if trail is None else seen.collected,
-  )
-  rows = seen.rows
-  sizes = _rows(jnp.asarray(plan.leaf_sizes), first, number)
-  sizes = sel.vary(sizes, (bracket, plan.inputs))
-
-  def cut():
+  def cut(self, bracket: sel.Bracket, seen: _Seen, sizes: Array) -> Array:
+    """Where the leaves cut their ties, [N]."""
+    number, rows = self.leaves.number, seen.rows
     match, ties = sel.ties_at(bracket, seen.probes)[0], jnp.zeros_like(rows[0])
     # Beyond the highest image there is no probe: all are below it.
-    at_top, filled = bracket.low == whole.high, leaves.filled(first)
+    at_top = bracket.low == self.whole.high
+    filled = self.leaves.filled(self.first)
     for p in range(PROBES - 1):
       below_next = jnp.where(at_top, filled, rows[p + 1])
       ties = jnp.where(at(match, p), below_next - rows[p], ties)
-    width, kept = ties.shape[1], (wanted - bracket.beyond)[0]
-    ties = jnp.pad(ties.reshape(-1), (0, leaves.width - ties.size))
+    width, kept = ties.shape[1], (self.wanted - bracket.beyond)[0]
+    ties = jnp.pad(ties.reshape(-1), (0, self.leaves.width - ties.size))
     row, before = _first_reaching(ties, kept)
     # Leaves before the one in which the ties are cut keep theirs.
     i = row // COUNT(width) if number > 1 else COUNT(0)
     row -= i * COUNT(width)
-    equal, start = leaves.ties(first + i, row, bracket.low[0])
+    equal, start = self.leaves.ties(self.first + i, row, bracket.low[0])
     end = _first_reaching(equal, kept - before)[0] + start + 1
     index = lax.iota(COUNT, number)
     return jnp.where(index < i, sizes, jnp.where(index == i, end, 0))
 
-  tied = (bracket.reach != wanted)[0]
-  cuts = lax.cond(tied, cut, lambda: sizes)
-  none = ones == 0
-  level = bracket.low
-  if trail is not None:
-    above = jnp.where(seen.few >= level, seen.few, whole.high)
-    level = jnp.where(seen.collected, jnp.min(above), level)
-  level = jnp.where(none, whole.high, level)
-  return level, jnp.where(none, 0, cuts), seen.finite
+  def search(self, trail: Array | None) -> tuple[Array, Array, Array]:
+    """The level [1], where leaves cut their ties [N], and what is finite [1].
+
+    Given a trail [1, 3], the level is the least score that is kept; else it may
+    be anywhere above the next.
+    """
+    plan, number = self.plan, self.leaves.number
+    warm = trail is not None
+    first = sel.from_trails(trail, plan.dtype) if warm else self.guess()
+    bracket, seen = sel.search(
+      self.count,
+      self.wanted,
+      self.whole,
+      self.whole.high,
+      anchor=plan.inputs,
+      first=first,
+      carry=self.unseen(first),
+      enough=lambda seen: seen.collected if warm else np.True_,
+    )
+    sizes = _rows(jnp.asarray(plan.leaf_sizes), self.first, number)
+    sizes = sel.vary(sizes, (bracket, plan.inputs))
+    cuts = lax.cond(
+      (bracket.reach != self.wanted)[0],
+      lambda: self.cut(bracket, seen, sizes),
+      lambda: sizes,
+    )
+    level, none = bracket.low, self.ones == 0
+    if warm:
+      above = jnp.where(seen.few >= level, seen.few, self.whole.high)
+      level = jnp.where(seen.collected, jnp.min(above), level)
+    level = jnp.where(none, self.whole.high, level)
+    return level, jnp.where(none, 0, cuts), seen.finite
 
 
 def masks(
@@ -439,12 +462,11 @@ def by_search(
 
   def solve(segment, state):
     levels, cuts, finite = state
-    level, ends, good = _search(
-      many,
-      segment,
-      _rows(ones, segment),
-      _rows(facts, segment)[0],
-      None if trails is None else _rows(trails, segment),
+    mine = _Segment(
+      many, segment, _rows(ones, segment), _rows(facts, segment)[0]
+    )
+    level, ends, good = mine.search(
+      None if trails is None else _rows(trails, segment)
     )
     place = segment * _PLACE(many.number)
     return (
