@@ -3,7 +3,6 @@
 import importlib
 import json
 import pathlib
-import time
 
 import pytest
 
@@ -48,38 +47,26 @@ def test_step(run, tmp_path):
   assert "| 12 | magnitude |" in text
 
 
-def test_sparse_ops(monkeypatch, tmp_path):
-  pytest.importorskip("matplotlib")
+def test_sparse_ops(run, tmp_path):
   pytest.importorskip("numba")
-  monkeypatch.syspath_prepend(str(SCRIPTS))
-  script = importlib.import_module("sparse_ops")
-  small = {
-    "SHAPES": [(64, 128), (128, 64), (128, 128)],
-    "SPARSITIES": [0.5],
-    "BATCHES": [8, 512],
-    "SPREAD_SHAPES": [(64, 64)],
-    "SPREAD_SPARSITIES": [0.9],
-    "SPREAD_BATCHES": [1],
-  }
-  for key, value in small.items():
-    monkeypatch.setattr(script, key, value)
-  results = {
-    name: script.SECTIONS[name](0.0, time.perf_counter)
-    for name in ("call", "products", "blocks")
-  }
   # What takes long, or says nothing of a small case.
   cell = {"dense_ms": 2.0, "sparse_ms": 1.0, "rest_ms": 0.5, "ratio": 2.0}
-  results["models"] = [cell | {"tokens": n, "bytes": 0.1} for n in range(4)]
-  results["spread"] = [
-    cell | {"shape": [64, 64], "sparsity": 0.9, "format": "sell"}
-  ]
-  results["bounds"] = {"fma": 2.0, "fma_with_load": 1.0}
-  results["environment"] = script.environment() | {
-    "clock": "wall",
-    "cores used": 2,
+  place = {"shape": [64, 64], "sparsity": 0.9, "format": "sell"}
+  left_out = {
+    "bounds": {"fma": 2.0, "fma_with_load": 1.0},
+    "models": [cell | {"tokens": n, "bytes": 0.1} for n in range(4)],
+    "spread": [cell | place],
   }
-  script.write(tmp_path, results)
-  text = (tmp_path / "sparse_ops.md").read_text()
+  sections = importlib.import_module("sparse_ops").SECTIONS
+  text = run(
+    "sparse_ops",
+    *("--output", str(tmp_path), "--budget", "0"),
+    SHAPES=[(64, 128), (128, 64), (128, 128)],
+    SPARSITIES=[0.5],
+    BATCHES=[8, 512],
+    SPREAD_BATCHES=[1],
+    SECTIONS=sections
+    | {name: lambda *_, x=x: x for name, x in left_out.items()},
+  )
   assert "| 64×128 | 50% | bitmask, sell |" in text
   assert "| 128×128 | 90% | block |" in text
-  assert (tmp_path / "sparse_ops.png").exists()

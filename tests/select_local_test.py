@@ -17,6 +17,7 @@ from jaxpruner import (
   _select_mesh,
   _selection,
   _state,
+  _trails,
   mask_calculator,
 )
 from jaxpruner._recipe import recipe
@@ -277,12 +278,13 @@ def test_scores_have_their_images_and_images_their_scores(bits):
 
 @functools.partial(jax.jit, static_argnames="how")
 def follow(leaves, ones, trails, how):
-  recipes = [recipe(leaf) for leaf in leaves]
-  if how == "search":
-    plan = Plan.of(recipes, False)
-    return _select_local.by_search(plan, ones, trails, jnp.uint8)
-  way = {"few": _select_local, "mesh": _select_mesh}[how]
-  return way.masks(recipes, ones, trails, together=False, dtype=jnp.uint8)
+  plan = Plan.of([recipe(leaf) for leaf in leaves], False)
+  way = {
+    "search": _select_local.by_search,
+    "few": _select_local.select,
+    "mesh": _select_mesh.select,
+  }
+  return way[how](plan, ones, trails, jnp.uint8)
 
 
 @given(
@@ -315,11 +317,10 @@ def test_masks_and_levels_do_not_depend_on_trails(
 def test_a_threshold_that_moves_on_takes_one_pass(passes):
   rng = np.random.default_rng(0)
   scores = np.abs(rng.standard_normal(1 << 16, np.float32))
-  trails, taken = _selection.new_trails(1), []
+  trails, taken = _trails.new(1), []
   for step in range(12):
     number, levels = passes(scores * (1 + step / 1000), 6554, trails)
-    scores_now = _selection.score(levels, jnp.dtype("float32"))
-    trails = _selection.follow(trails, scores_now)
+    trails = _trails.follow(trails, levels, jnp.dtype("float32"))
     taken.append(number)
   assert np.mean(taken[6:]) <= 1.5
 

@@ -31,7 +31,7 @@ class Lazy:
   Attributes:
     finite: whether all are; known once a selection has looked at them.
     trail: where their threshold was last, if that tells where it will be; see
-      `_selection.new_trails`. A selection goes on with it.
+      `_trails`. A selection goes on with it.
   """
 
   finite: jax.Array | None = None

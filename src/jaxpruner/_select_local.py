@@ -25,8 +25,8 @@ import numpy as np
 from jax import Array, lax
 
 from jaxpruner import _selection as sel
-from jaxpruner._recipe import Recipe
-from jaxpruner._selection import COUNT, PROBES, Plan, at
+from jaxpruner import _trails
+from jaxpruner._selection import COUNT, PROBES, Plan, Selected, at
 
 _COMPARISONS = 1 << 22  # so many take about a millisecond
 _COLUMNS = (1 << 16) - 1  # at most: 16-bit scores are counted in 16 bits
@@ -73,8 +73,8 @@ def _facts(images: Array, probes: Sequence[Array], axis: int) -> list[Array]:
   below = [images < probe for probe in probes]
   within = below[_MIDDLE] & ~below[_MIDDLE - 1]
   distance = sel.as_unsigned(images - probes[_MIDDLE - 1])
-  most = np.iinfo(distance.dtype).max
-  none, most = (distance.dtype.type(x) for x in (0, most))
+  ends = np.iinfo(distance.dtype)
+  none, most = (distance.dtype.type(x) for x in (ends.min, ends.max))
   large, small = (jnp.where(within, distance, x) for x in (none, most))
   values = [*(b.astype(counter) for b in below), large, small, large]
 
@@ -406,7 +406,7 @@ class _Segment:
     """
     plan, number = self.plan, self.leaves.number
     warm = trail is not None
-    first = sel.from_trails(trail, plan.dtype) if warm else self.guess()
+    first = _trails.probes(trail, plan.dtype) if warm else self.guess()
     bracket, seen = sel.search(
       self.count,
       self.wanted,
@@ -432,29 +432,15 @@ class _Segment:
     return level, jnp.where(none, 0, cuts), seen.finite
 
 
-def masks(
-  leaves: Sequence[Recipe],
-  ones: Array,
-  trails: Array | None,
-  *,
-  together: bool,
-  dtype,
-) -> tuple[list[Array], Array, Array]:
-  """Masks with `ones` [S] ones per segment, for leaves on one device.
-
-  And which segments have finite scores only, [S]; and the levels [S], which
-  with `trails` [S, 3] are the images of the least scores kept.
-  """
-  plan = Plan.of(leaves, together)
+def select(plan: Plan, ones: Array, trails: Array | None, dtype) -> Selected:
+  """Keep `ones` [S] per segment, of leaves on one device."""
   if int(np.sum(plan.sizes**2)) <= _COMPARISONS:
     found, levels = _by_rank(plan, ones, dtype)
-    return found, plan.finite(), levels
+    return Selected(found, plan.finite(), levels)
   return by_search(plan, ones, trails, dtype)
 
 
-def by_search(
-  plan: Plan, ones: Array, trails: Array | None, dtype
-) -> tuple[list[Array], Array, Array]:
+def by_search(plan: Plan, ones: Array, trails: Array | None, dtype) -> Selected:
   """The same, for leaves of any size."""
   many, segments = _Leaves(plan), len(plan.sizes)
   taken = many.taken.reshape(segments, -1).sum(1)
@@ -484,4 +470,4 @@ def by_search(
   state = lax.fori_loop(_PLACE(0), _PLACE(segments), solve, start)
   levels, cuts, finite = state
   each = jnp.broadcast_to(levels, cuts.shape) if plan.together else levels
-  return plan.masks(each, cuts, dtype), finite, levels
+  return Selected(plan.masks(each, cuts, dtype), finite, levels)

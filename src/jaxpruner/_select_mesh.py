@@ -5,15 +5,13 @@ partitioner turns into local sums and an exchange of `PROBES` numbers. Ties are
 found by a second counting search, in which an element's score is its index.
 """
 
-from collections.abc import Sequence
-
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
 from jaxpruner import _selection as sel
-from jaxpruner._recipe import Recipe
-from jaxpruner._selection import COUNT, PROBES, Bracket, Plan, at
+from jaxpruner import _trails
+from jaxpruner._selection import COUNT, PROBES, Bracket, Plan, Selected, at
 
 _LAST = np.int32(np.iinfo(np.int32).max)
 
@@ -48,20 +46,8 @@ def _counter(plan: Plan, segments: np.ndarray, ranked):
   return count
 
 
-def masks(
-  leaves: Sequence[Recipe],
-  ones: Array,
-  trails: Array | None,
-  *,
-  together: bool,
-  dtype,
-) -> tuple[list[Array], Array, Array]:
-  """Masks with `ones` [S] ones per segment, for leaves of any sharding.
-
-  And which segments have finite scores only, [S]; and the levels [S], which
-  with `trails` [S, 3] are the images of the least scores kept.
-  """
-  plan = Plan.of(leaves, together)
+def select(plan: Plan, ones: Array, trails: Array | None, dtype) -> Selected:
+  """Keep `ones` [S] per segment, of leaves of any sharding."""
   whole = plan.whole(jnp.asarray(plan.sizes, COUNT))
   wanted = jnp.maximum(ones, 1)
   count_leaves = _counter(
@@ -72,7 +58,7 @@ def masks(
     counts, room, carry = count_leaves(probes, active, carry)
     return plan.per_segment(counts), room, carry
 
-  first = None if trails is None else sel.from_trails(trails, plan.dtype)
+  first = None if trails is None else _trails.probes(trails, plan.dtype)
   bracket, _ = sel.search(
     count, wanted, whole, whole.high, anchor=plan.inputs, first=first
   )
@@ -85,14 +71,15 @@ def masks(
     return scores == at(low, i)
 
   def cut():
-    every = np.arange(len(leaves))
-    count = _counter(plan, every, lambda i: (_rank(leaves[i].shape), equal(i)))
+    every = np.arange(len(plan.leaves))
+    ranked = lambda i: (_rank(plan.leaves[i].shape), equal(i))
+    count = _counter(plan, every, ranked)
     first = _LAST - lax.bitcast_convert_type(sizes - 1, jnp.int32)
     last = jnp.full_like(first, _LAST)
     ends = jnp.tile(first[:, None], PROBES)
     ties = count(ends, tied, None)[0][:, 0]
     kept = (wanted - bracket.beyond)[plan.segments]
-    if together:
+    if plan.together:
       kept = sel.split_ties(kept, ties)
     # Nothing to search for where all ties are kept, or none.
     some = tied & (kept > 0) & (kept < ties)
@@ -108,7 +95,7 @@ def masks(
   levels = jnp.where(ones == 0, whole.high, bracket.low)
   cuts = jnp.where((ones == 0)[plan.segments], 0, cuts)
   found = plan.masks(levels[plan.segments], cuts, dtype)
-  return found, plan.finite(), _least(plan, levels, trails)
+  return Selected(found, plan.finite(), _least(plan, levels, trails))
 
 
 def _least(plan: Plan, levels: Array, trails: Array | None) -> Array:

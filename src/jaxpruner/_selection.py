@@ -48,6 +48,11 @@ def finite_bounds(dtype) -> tuple[int, int]:
   return (low + 2, high) if jnp.issubdtype(dtype, jnp.floating) else (low, high)
 
 
+def image_dtype(dtype) -> Any:
+  """The dtype of the images of a dtype."""
+  return jnp.dtype(f"int{8 * jnp.dtype(dtype).itemsize}")
+
+
 @jax.jit
 def image(x: Array) -> Array:
   """Return signed integers that order as `x` does; NaN is lowest."""
@@ -172,7 +177,7 @@ def as_unsigned(x: Array) -> Array:
 
 
 def as_signed(x: Array) -> Array:
-  return lax.bitcast_convert_type(x, jnp.dtype(f"int{8 * x.dtype.itemsize}"))
+  return lax.bitcast_convert_type(x, image_dtype(x.dtype))
 
 
 def part(width: Array, fraction: Array | np.ndarray) -> Array:
@@ -259,44 +264,9 @@ def _next_probes(
   return bracket.low[:, None] + as_signed(step)
 
 
-# Where to look first, in errors of what is expected.
-_ERRORS = np.array([-8, -2.5, -1, 1, 2.5, 8], np.float32)
-# And at least so many images away.
-_APART = np.array([-3, -2, -1, 1, 2, 3], np.int8)
-
-
-def new_trails(number: int) -> Array:
-  """What is known of thresholds [S, 3] before the first: nothing.
-
-  A trail has the score at which a threshold is, how far it came to be there,
-  and by how much that was not expected.
-  """
-  return jnp.asarray(np.tile(np.array([0, 0, np.inf], np.float32), (number, 1)))
-
-
-def follow(trails: Array, levels: Array) -> Array:
-  """Return the trails [S, 3] of thresholds that now are at `levels` [S]."""
-  old, move, error = trails.T
-  levels = levels.astype(old.dtype)
-  # One that was met by chance does not make the next that certain.
-  error = jnp.maximum(jnp.abs(levels - (old + move)), error / 4)
-  known = jnp.isfinite(error)
-  move = jnp.where(known, levels - old, 0)
-  error = jnp.where(known, error, jnp.abs(levels) / 32)
-  return jnp.stack([levels, move, error], 1)
-
-
-def from_trails(trails: Array, dtype) -> Array:
-  """The first probes [S, P], around where thresholds would go on to."""
-  level, move, error = (x[:, None] for x in trails.T)
-  probes = image((level + move + error * _ERRORS).astype(dtype))
-  return between_ends(probes + _APART.astype(probes.dtype), dtype)
-
-
 def between_ends(probes: Array, dtype) -> Array:
   """Probes [..., P - 2] with two more, that tell what is not finite."""
-  least, most = finite_bounds(dtype)
-  kind = jnp.dtype(f"int{8 * dtype.itemsize}")
+  (least, most), kind = finite_bounds(dtype), image_dtype(dtype)
   place = lax.iota(jnp.int32, PROBES)
   padding = [(0, 0)] * (probes.ndim - 1) + [(1, 1)]
   # Ascending, also where a sample has met what is not finite.
@@ -407,7 +377,7 @@ class Plan(NamedTuple):
 
   def whole(self, sizes: Array) -> Bracket:
     """Brackets of segments of these sizes [S] that exclude nothing."""
-    kind = jax.eval_shape(image, jax.ShapeDtypeStruct((), self.dtype)).dtype
+    kind = image_dtype(self.dtype)
     low, high = (jnp.full(sizes.shape, x, kind) for x in bounds(self.dtype))
     return Bracket(low, high, sizes, jnp.zeros_like(sizes))
 
@@ -428,6 +398,21 @@ class Plan(NamedTuple):
       _mask(leaf.scores(), *row_from([levels, cuts], i)).astype(dtype)
       for i, leaf in enumerate(self.leaves)
     ]
+
+
+class Selected(NamedTuple):
+  """What a selection finds.
+
+  Attributes:
+    masks: uint8, 1 = kept, one per leaf.
+    finite: which segments have finite scores only, [S].
+    levels: images [S] that what is kept reaches; with trails, those of the
+      least scores kept.
+  """
+
+  masks: list[Array]
+  finite: Array
+  levels: Array
 
 
 def split_ties(kept: Array, ties: Array) -> Array:

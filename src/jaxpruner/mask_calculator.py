@@ -16,10 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jaxpruner import _select_local, _select_mesh, _selection
+from jaxpruner import _select_local, _select_mesh, _selection, _trails
 from jaxpruner._lazy import Lazy
 from jaxpruner._placement import on_one_device
 from jaxpruner._recipe import Recipe, recipe
+from jaxpruner._selection import Plan, Selected
 
 MASK_DTYPE = jnp.uint8
 
@@ -171,8 +172,7 @@ def topk_masks(
       trails = jnp.stack(known)
     found, finite, levels = _select(chosen, counts, trails, together)
     if trails is not None:
-      levels = _selection.score(levels, dtype)
-      trails = _selection.follow(trails, levels)
+      trails = _trails.follow(trails, levels, dtype)
     for row, i in enumerate(ids):
       masks[i], entry = found[row], scores[i]
       if isinstance(entry, Lazy) and floating and not together:
@@ -196,7 +196,7 @@ def pick(counts: Sequence[Any] | Array, ids: Sequence[int]) -> Any:
 class _Selection(NamedTuple):
   """A selection without its arrays, which JAX can look up when repeated."""
 
-  method: Callable[..., tuple[list[Array], Array, Array]]
+  method: Callable[..., Selected]
   recipes: tuple[Recipe, ...]
   together: bool
 
@@ -205,15 +205,14 @@ class _Selection(NamedTuple):
       leaf._replace(inputs=tuple(x))
       for leaf, x in zip(self.recipes, inputs, strict=True)
     ]
-    masks, finite, levels = self.method(
-      leaves, ones, trails, together=self.together, dtype=MASK_DTYPE
-    )
-    return [*masks, finite, levels]
+    plan = Plan.of(leaves, self.together)
+    found = self.method(plan, ones, trails, MASK_DTYPE)
+    return [*found.masks, found.finite, found.levels]
 
 
 def _select(
   leaves: list[Recipe], ones, trails: Array | None, together: bool
-) -> tuple[list[Array], Array, Array]:
+) -> Selected:
   sizes = [leaf.size for leaf in leaves]
   sizes = [sum(sizes)] if together else sizes
   if sum(sizes) >= 1 << 32 and together:
@@ -231,19 +230,17 @@ def _select(
 
   recipes = tuple(leaf._replace(inputs=()) for leaf in leaves)
   shapes = [jax.ShapeDtypeStruct(leaf.shape, MASK_DTYPE) for leaf in leaves]
-  shapes.append(jax.ShapeDtypeStruct(ones.shape, jnp.bool_))
-  image = jax.eval_shape(
-    _selection.image, jax.ShapeDtypeStruct(ones.shape, leaves[0].dtype)
-  )
+  for kind in (jnp.bool_, _selection.image_dtype(leaves[0].dtype)):
+    shapes.append(jax.ShapeDtypeStruct(ones.shape, kind))
   *masks, finite, levels = on_one_device(
-    _Selection(_select_local.masks, recipes, together),
-    _Selection(_select_mesh.masks, recipes, together),
-    [*shapes, image],
+    _Selection(_select_local.select, recipes, together),
+    _Selection(_select_mesh.select, recipes, together),
+    shapes,
     inputs,
     ones,
     trails,
   )
-  return masks, finite, levels
+  return Selected(masks, finite, levels)
 
 
 def topk_mask_calculator(scores: Array, sparsity: Any) -> Array:

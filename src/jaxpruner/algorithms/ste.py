@@ -7,7 +7,14 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxpruner import _checks, _lazy, _selection, _tree, base_updater
+from jaxpruner import (
+  _checks,
+  _lazy,
+  _selection,
+  _trails,
+  _tree,
+  base_updater,
+)
 from jaxpruner.algorithms import pruners
 
 
@@ -47,7 +54,7 @@ class StePruning(base_updater.BaseUpdater):
   def init_stats(self, params, masks):
     """Return the trails of all thresholds; none has been left."""
     number = len(jax.tree.leaves(masks))
-    return _selection.new_trails(number) if self.steady and number else None
+    return _trails.new(number) if self.steady and number else None
 
   def get_initial_masks(self, params, target_sparsities):
     if "gradients" in self.needs:  # known only after a first pass
@@ -68,28 +75,19 @@ class StePruning(base_updater.BaseUpdater):
 
   def _scores(self, state, params, grads):
     scores = super()._scores(state, params, grads)
-    for row, entry in enumerate(self._scored(state, params, scores)):
-      if self.steady and isinstance(entry, _lazy.Lazy):
-        entry.trail = _selection.row_from([state.stats], row)[0]
+    if self.steady:
+      for row, entry in enumerate(self._held(scores, state.masks)[0]):
+        if isinstance(entry, _lazy.Lazy):
+          entry.trail = _selection.row_from([state.stats], row)[0]
     return scores
 
   def replace_masks(self, state, params, masks, *scores):
-    found: list[Any] = [
-      getattr(entry, "trail", None)
-      for entry in self._scored(state, params, scores[0])
-    ]
-    if self.steady and found and all(trail is not None for trail in found):
-      state = state._replace(stats=jnp.stack(found))
+    if self.steady:
+      held, _ = self._held(scores[0], state.masks)
+      found: list[Any] = [getattr(entry, "trail", None) for entry in held]
+      if found and all(trail is not None for trail in found):
+        state = state._replace(stats=jnp.stack(found))
     return super().replace_masks(state, params, masks, *scores)
-
-  def _scored(self, state, params, scores) -> list[Any]:
-    """Return the scores of the leaves that have a mask."""
-    pairs = zip(
-      _tree.align(params, scores, "scores"),
-      _tree.align(params, state.masks),
-      strict=True,
-    )
-    return [entry for entry, mask in pairs if mask is not None]
 
   def pre_forward_update(self, params: Any, opt_state: Any) -> Any:
     """Return sparse parameters whose gradient reaches every weight."""

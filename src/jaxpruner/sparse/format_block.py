@@ -9,8 +9,8 @@ import numpy as np
 
 from jaxpruner.sparse import formats
 
-# Batch rows at a time, and times blocks: what is gathered for them stays in
-# cache.
+# Batch rows at a time; of many, so many that what is gathered stays in cache:
+# rows times blocks.
 SMALL_CHUNK, LARGE_CHUNK, MOST_GATHERED = 32, 64, 1 << 16
 # Columns of equal height are multiplied together; with more heights the program
 # would grow long.
@@ -99,9 +99,16 @@ class Block(formats.SparseMatrix):
     return y.reshape(*lead, self.shape[1])
 
   def _inputs(self, x: jax.Array) -> jax.Array:
+    """Return x by block row, (rows, batch, height)."""
     height = self.values.shape[1]
     x = jnp.pad(x, [(0, 0), (0, -self.shape[0] % height)])
-    return x.reshape(len(x), x.shape[1] // height, height)
+    blocks = x.reshape(len(x), x.shape[1] // height, height)
+    return blocks.transpose(1, 0, 2)
+
+  def _output(self, columns: jax.Array, dtype: Any) -> jax.Array:
+    """Return y from its block columns as stored, (columns, batch, width)."""
+    y = columns[np.argsort(self._order)].transpose(1, 0, 2)
+    return y.reshape(len(y), -1)[:, : self.shape[1]].astype(dtype)
 
   def _dtypes(self, x: jax.Array) -> tuple[Any, Any]:
     """Return the dtype of the result, and of sums on the way to it."""
@@ -109,8 +116,7 @@ class Block(formats.SparseMatrix):
     return dtype, jnp.promote_types(dtype, jnp.float32)
 
   def _by_block(self, x: jax.Array) -> jax.Array:
-    inputs = self._inputs(x).transpose(1, 0, 2)
-    dtype, wide = self._dtypes(x)
+    inputs, (dtype, wide) = self._inputs(x), self._dtypes(x)
     products = jnp.matmul(
       inputs[self.rows], self.values, preferred_element_type=wide
     )
@@ -119,9 +125,7 @@ class Block(formats.SparseMatrix):
     sums = jax.ops.segment_sum(
       products, stored, len(order), indices_are_sorted=True
     )
-    place = np.argsort(order)
-    y = sums[place].transpose(1, 0, 2).reshape(len(x), -1)
-    return y[:, : self.shape[1]].astype(dtype)
+    return self._output(sums, dtype)
 
   def _by_column(self) -> Callable[[jax.Array], jax.Array]:
     _, height, width = self.values.shape
@@ -133,18 +137,15 @@ class Block(formats.SparseMatrix):
       rows = self.rows[mine].reshape(columns, count)
       tall = self.values[mine].reshape(columns, count, height, width)
       kinds.append((rows, tall))
-    place = np.argsort(self._order)
 
     def product(x):
       inputs, (dtype, wide) = self._inputs(x), self._dtypes(x)
-      inputs = inputs.transpose(1, 0, 2)
       parts = [
         jnp.einsum(
           "nibk,nikc->nbc", inputs[rows], tall, preferred_element_type=wide
         )
         for rows, tall in kinds
       ]
-      y = jnp.concatenate(parts)[place].transpose(1, 0, 2).reshape(len(x), -1)
-      return y[:, : self.shape[1]].astype(dtype)
+      return self._output(jnp.concatenate(parts), dtype)
 
     return product
