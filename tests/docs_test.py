@@ -14,25 +14,12 @@ from jaxpruner import api
 
 ROOT = pathlib.Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", *ROOT.glob("docs/**/*.md")])
-MODULES = [
-  "jaxpruner.activations",
-  "jaxpruner.allocation",
-  "jaxpruner.structures.permutation",
-  "jaxpruner.algorithms.at_init",
-  "jaxpruner.algorithms.phases",
-  "jaxpruner.algorithms.pruners",
-  "jaxpruner.api",
-  "jaxpruner.doctor",
-  "jaxpruner.tickets",
-  "jaxpruner.metrics",
-  "jaxpruner.redistribution",
-  "jaxpruner.utils",
-  "jaxpruner.post_training.calibration",
-  "jaxpruner.post_training.holding",
-  "jaxpruner.post_training.lora",
-  "jaxpruner.post_training.owl",
-  "jaxpruner.post_training.pruning",
-]
+SOURCE = pathlib.Path(jaxpruner.__file__).parent
+MODULES = sorted(
+  ".".join(path.relative_to(SOURCE.parent).with_suffix("").parts)
+  for path in SOURCE.rglob("*.py")
+  if ">>>" in path.read_text() and path.name != "__init__.py"
+)
 
 
 def blocks(page: pathlib.Path) -> list[str]:

@@ -1,20 +1,17 @@
 """jaxpruner: pruning and sparse training in JAX."""
 
 import importlib
+import sys
 from typing import Any
 
 from jaxpruner import (
   activations,
   algorithms,
-  allocation,
-  criteria,
   mask_calculator,
-  redistribution,
   sparsity_distributions,
   sparsity_schedules,
   sparsity_types,
   structures,
-  transforms,
 )
 from jaxpruner._state import Category, SparseState, apply_mask, find_state
 from jaxpruner.algorithms import (
@@ -55,6 +52,9 @@ from jaxpruner.algorithms import (
   TopKAST,
   WoodFisherPruning,
   chain,
+  criteria,
+  redistribution,
+  transforms,
 )
 from jaxpruner.api import (
   algorithm_category,
@@ -65,8 +65,17 @@ from jaxpruner.api import (
   register_algorithm,
 )
 from jaxpruner.base_updater import BaseUpdater, NoPruning
-from jaxpruner.doctor import check
-from jaxpruner.metrics import layers_near_collapse, state_metrics
+from jaxpruner.config.codec import parse_sparsity_type
+from jaxpruner.inspect import cost as report
+from jaxpruner.inspect import metrics
+from jaxpruner.inspect.doctor import check
+from jaxpruner.inspect.metrics import layers_near_collapse, state_metrics
+from jaxpruner.inspect.summary import (
+  sparsity_table,
+  summarize_intersection,
+  summarize_sparsity,
+)
+from jaxpruner.sparsity_distributions import allocation
 from jaxpruner.sparsity_types import (
   Block,
   Channel,
@@ -74,12 +83,6 @@ from jaxpruner.sparsity_types import (
   NByM,
   NbyM,
   Unstructured,
-)
-from jaxpruner.spelling import parse_sparsity_type
-from jaxpruner.utils import (
-  sparsity_table,
-  summarize_intersection,
-  summarize_sparsity,
 )
 
 __version__ = "1.0.0"
@@ -165,8 +168,15 @@ __all__ = [
 ]
 
 
+# Modules that moved into a package keep their old path: `import
+# jaxpruner.criteria` works as before.
+for _module in (allocation, criteria, metrics, redistribution, transforms):
+  sys.modules[f"{__name__}.{_module.__name__.rpartition('.')[2]}"] = _module
+sys.modules[f"{__name__}.report"] = report
+
+
 def __getattr__(name: str) -> Any:
   # Formats and files are imported on use: `import jaxpruner` stays light.
-  if name in ("plot", "sparse", "report", "post_training", "tickets"):
+  if name in ("plot", "sparse", "post_training", "tickets"):
     return importlib.import_module(f"jaxpruner.{name}")
   raise AttributeError(f"module 'jaxpruner' has no attribute {name!r}")

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpruner import _moments, _tree, sparsity_schedules
+from jaxpruner import _leaves, _moments, sparsity_schedules
 from jaxpruner._state import PyTree, SparseState, check_fit, check_seed
 
 
@@ -75,16 +75,16 @@ def check_masks(
 ) -> None:
   """Raise if a mask does not fit its parameter, or is missing."""
   for (names, param), mask, target in zip(
-    _tree.flatten_with_names(params)[0],
-    _tree.align(params, masks),
-    _tree.align(params, targets, "target_sparsities"),
+    _leaves.flatten_with_names(params)[0],
+    _leaves.align(params, masks),
+    _leaves.align(params, targets, "target_sparsities"),
     strict=True,
   ):
     if mask is not None:
-      check_fit(mask, param.shape, is_packed, _tree.join(names))
+      check_fit(mask, param.shape, is_packed, _leaves.join(names))
     elif target is not None:
       raise ValueError(
-        f"params leaf {_tree.join(names)!r}: the state holds a target "
+        f"params leaf {_leaves.join(names)!r}: the state holds a target "
         "sparsity but no mask; restore checkpoints into the structure that "
         "tx.init(params) gives"
       )
@@ -95,9 +95,9 @@ def check_scores(
 ) -> None:
   """Raise if the scores do not fit the parameters."""
   for (names, param), target, score in zip(
-    _tree.flatten_with_names(params)[0],
-    _tree.align(params, targets),
-    _tree.align(params, scores, "scores"),
+    _leaves.flatten_with_names(params)[0],
+    _leaves.align(params, targets),
+    _leaves.align(params, scores, "scores"),
     strict=True,
   ):
     if target is None:
@@ -106,7 +106,7 @@ def check_scores(
     if shape != param.shape or jnp.iscomplexobj(score):
       found = f"{score.dtype} of shape {shape}" if shape else repr(score)
       raise ValueError(
-        f"scores of {_tree.join(names)!r} are {found}; "
+        f"scores of {_leaves.join(names)!r} are {found}; "
         f"{type(updater).__name__}.calculate_scores must return real numbers "
         f"of the parameter's shape {param.shape}"
       )
@@ -156,7 +156,7 @@ def say_if_moments_stay(
   """Warn of optimizer statistics that cannot be reset by weight."""
   if not updater.regrows:
     return
-  stay = _moments.unmatched(inner_state, params, _tree.align(params, masks))
+  stay = _moments.unmatched(inner_state, params, _leaves.align(params, masks))
   if stay:
     warnings.warn(
       f"{type(updater).__name__}: the optimizer keeps shared statistics "

@@ -12,8 +12,9 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpruner import _jaxprs, _tree
-from jaxpruner._tree import PyTree
+from jaxpruner import _leaves
+from jaxpruner._leaves import PyTree
+from jaxpruner.program import evaluate as _jaxprs
 
 # What computes each weight's number from that weight's numbers alone.
 _ELEMENTWISE = frozenset(
@@ -139,7 +140,7 @@ def unmatched(state: PyTree, params: PyTree, keep: list[Any]) -> list[str]:
     return inside or np.size(leaf) >= size
 
   return [
-    _tree.join(_tree.path_names(path))
+    _leaves.join(_leaves.path_names(path))
     for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]
     if np.size(leaf) > 1 and speaks_of_pruned(path, leaf)
   ]

@@ -11,7 +11,8 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpruner import _selection, _tree, mask_calculator
+from jaxpruner import _leaves, mask_calculator
+from jaxpruner.engine import search as _selection
 
 Array: TypeAlias = jax.Array
 PyTree: TypeAlias = Any
@@ -96,7 +97,7 @@ def apply_mask(param: Array, mask: Any, is_packed: bool = False) -> Array:
   Selecting, not multiplying: NaN and infinity vanish under the mask, kept
   weights keep their bits, and the dtype stays.
   """
-  if _tree.is_dense(mask):
+  if _leaves.is_dense(mask):
     return param
   param = jnp.asarray(param)
   check_fit(mask, param.shape, is_packed)
@@ -107,7 +108,7 @@ def apply_mask(param: Array, mask: Any, is_packed: bool = False) -> Array:
 
 def unpack_mask(mask: Array, param: Array) -> Array:
   """Return the uint8 mask that packed bits stand for, laid out like `param`."""
-  return _tree.with_auto_axes(
+  return _leaves.with_auto_axes(
     lambda mask: mask_calculator.unpack_mask(mask, param.shape),
     mask,
     like=param,
@@ -232,7 +233,7 @@ def _key_of(leaves: list[Array]) -> Array:
 
 
 def draw(
-  data: Array, salt: Any, leaves: list[Array], names: tuple[_tree.Names, ...]
+  data: Array, salt: Any, leaves: list[Array], names: tuple[_leaves.Names, ...]
 ) -> list[Array]:
   """Return uniform float32 scores that depend on key, salt and path only."""
   words = _words(data, salt, names)
@@ -243,10 +244,10 @@ def draw(
 
 
 @functools.partial(jax.jit, static_argnames="names")
-def _words(data: Array, salt: Any, names: tuple[_tree.Names, ...]) -> Array:
+def _words(data: Array, salt: Any, names: tuple[_leaves.Names, ...]) -> Array:
   """Two random words for each leaf."""
   key = jax.random.fold_in(jax.random.wrap_key_data(data), salt)
-  paths = jnp.array([_tree.path_hash(path) for path in names], jnp.uint32)
+  paths = jnp.array([_leaves.path_hash(path) for path in names], jnp.uint32)
   keys = jax.vmap(lambda path: jax.random.fold_in(key, path))(paths)
   return jax.random.key_data(keys)
 
@@ -265,10 +266,10 @@ def _uniform(words: Array, like: Array) -> Array:
     bits = (bits ^ (bits >> np.uint32(shift))) * np.uint32(factor)
   bits = bits ^ (bits >> np.uint32(16))
   scores = (bits >> np.uint32(8)).astype(jnp.float32) * np.float32(2**-24)
-  return _tree.shard_like(scores, like)
+  return _leaves.shard_like(scores, like)
 
 
-def refuse_nan(leaves: list[tuple[_tree.Names, Any]]) -> None:
+def refuse_nan(leaves: list[tuple[_leaves.Names, Any]]) -> None:
   """Raise outside `jit` if scores hold NaN, naming path and count."""
   for names, entry in leaves:
     scores: Any = entry() if callable(entry) else entry
@@ -279,7 +280,7 @@ def refuse_nan(leaves: list[tuple[_tree.Names, Any]]) -> None:
     count = int(jnp.sum(jnp.isnan(scores)))
     if count:
       raise ValueError(
-        f"scores of {_tree.join(names)!r} hold {count} NaN of "
+        f"scores of {_leaves.join(names)!r} hold {count} NaN of "
         f"{np.size(scores)}; NaN weights or gradients cannot be ranked: find "
         "where they arise, or leave the leaf out with filter_fn"
       )

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxpruner import (
-  _tree,
+  _leaves,
   algorithms,
   base_updater,
   sparsity_distributions,
   sparsity_schedules,
-  spelling,
 )
+from jaxpruner.config import codec as spelling
 
 _REGISTRY: dict[str, type[base_updater.BaseUpdater]] = {
   "no_prune": base_updater.NoPruning,
@@ -111,7 +111,7 @@ def algorithm_class(name: str) -> type[base_updater.BaseUpdater]:
   if not isinstance(name, str) or name not in _REGISTRY:
     raise ValueError(
       f"algorithm={name!r} is not registered; "
-      f"{_tree.nearest(name, _REGISTRY)} (register your own with "
+      f"{_leaves.nearest(name, _REGISTRY)} (register your own with "
       "jaxpruner.register_algorithm)"
     )
   return _REGISTRY[name]
@@ -187,7 +187,7 @@ def create_updater_from_config(
     if key not in fields and key not in _KEYS:
       raise ValueError(
         f"sparsity_config key {key!r} is unknown to {config['algorithm']!r}; "
-        f"{_tree.nearest(key, fields | set(_KEYS))}"
+        f"{_leaves.nearest(key, fields | set(_KEYS))}"
       )
   if cls.category.start == "dense":
     return cls()
@@ -219,7 +219,7 @@ def _distribution(cls, config, sparsity_type, fields) -> dict[str, Any]:
   if not isinstance(name, str) or name not in spelling.DISTRIBUTIONS:
     raise ValueError(
       f"dist_type={name!r} is unknown; "
-      f"{_tree.nearest(name, spelling.DISTRIBUTIONS)}"
+      f"{_leaves.nearest(name, spelling.DISTRIBUTIONS)}"
     )
   if "sparsity" in fields:  # a global ranking distributes by itself
     if "sparsity" not in config:
@@ -315,7 +315,7 @@ def _schedule(cls, config) -> sparsity_schedules.BaseSchedule:
     )
   if not isinstance(kind, str) or kind not in spelling.SCHEDULES:
     raise ValueError(
-      f"schedule={kind!r} is unknown; {_tree.nearest(kind, spelling.SCHEDULES)}"
+      f"schedule={kind!r} is unknown; {_leaves.nearest(kind, spelling.SCHEDULES)}"
     )
   if kind == "one_shot":
     return sparsity_schedules.OneShotSchedule(target_step=start)

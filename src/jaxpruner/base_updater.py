@@ -13,9 +13,8 @@ import optax
 
 from jaxpruner import (
   _checks,
-  _lazy,
+  _leaves,
   _moments,
-  _tree,
   mask_calculator,
   sparsity_distributions,
   sparsity_schedules,
@@ -40,6 +39,7 @@ from jaxpruner._state import (
   unpack_mask,
   update_tally,
 )
+from jaxpruner.engine import lazy as _lazy
 
 UNSET = functools.partial(sparsity_distributions.uniform, sparsity=0.0)
 
@@ -167,11 +167,11 @@ class BaseUpdater:
     self, params: PyTree, target_sparsities: Sparsities
   ) -> Masks:
     """Return the masks training starts with: all ones, unless overridden."""
-    return _tree.map_masks(
+    return _leaves.map_masks(
       lambda _, p, s: (
         None
         if s is None
-        else _tree.shard_like(
+        else _leaves.shard_like(
           jnp.ones_like(p, dtype=mask_calculator.MASK_DTYPE), p
         )
       ),
@@ -231,9 +231,9 @@ class BaseUpdater:
       return jnp.where(kept, update.astype(dtype), -param.astype(dtype))
 
     updates = jax.tree.structure(params).unflatten(
-      _tree.align(params, updates, "updates")
+      _leaves.align(params, updates, "updates")
     )
-    return _tree.map_masks(confine_leaf, params, updates, state.masks)
+    return _leaves.map_masks(confine_leaf, params, updates, state.masks)
 
   def after_update(
     self,
@@ -300,7 +300,7 @@ class BaseUpdater:
         params, state.masks, self.use_packed_masks, state.target_sparsities
       )
       if self.is_sparse_gradients or "gradients" in self.needs:
-        _tree.align(params, updates, "grads")  # raises where they differ
+        _leaves.align(params, updates, "grads")  # raises where they differ
       state = self.observe(state, params, updates)
       due = self.scheduler.is_mask_update_iter(state.count)
       state = self._update_if(due, state, params, updates)
@@ -337,7 +337,7 @@ class BaseUpdater:
       key = self._key(params)
     state = SparseState(
       masks=None,
-      target_sparsities=_tree.map_masks(
+      target_sparsities=_leaves.map_masks(
         lambda _, p, s: None if s is None else jnp.asarray(s, jnp.float32),
         params,
         targets,
@@ -386,8 +386,8 @@ class BaseUpdater:
 
   def create_masks(self, scores: PyTree, sparsities: Sparsities) -> Masks:
     """Return masks that keep the highest scores at the given sparsities."""
-    leaves, treedef = _tree.flatten_with_names(scores)
-    wanted = _tree.align(scores, sparsities, "sparsities")
+    leaves, treedef = _leaves.flatten_with_names(scores)
+    wanted = _leaves.align(scores, sparsities, "sparsities")
     picked = [i for i, s in enumerate(wanted) if s is not None]
     refuse_nan([leaves[i] for i in picked])
     kinds = self._types([leaves[i] for i in picked], among=leaves)
@@ -410,20 +410,20 @@ class BaseUpdater:
       is_packed = self.use_packed_masks
 
     _checks.check_masks(params, masks, is_packed)
-    return _tree.map_masks(
+    return _leaves.map_masks(
       lambda _, param, mask: apply_mask(param, mask, is_packed), params, masks
     )
 
   def targets(self, params: PyTree) -> Sparsities:
     """Return what `distribute` says, checked leaf by leaf."""
-    leaves, treedef = _tree.flatten_with_names(params)
-    wanted = _tree.align(
+    leaves, treedef = _leaves.flatten_with_names(params)
+    wanted = _leaves.align(
       params, self.distribute(params), "sparsity_distribution_fn"
     )
     picked = [i for i, s in enumerate(wanted) if s is not None]
     kinds = self._types([leaves[i] for i in picked], among=leaves)
     for i, kind in zip(picked, kinds, strict=True):
-      name = f"params leaf {_tree.join(leaves[i][0])!r}"
+      name = f"params leaf {_leaves.join(leaves[i][0])!r}"
       if not isinstance(wanted[i], jax.Array):
         wanted[i] = sparsity_distributions.check_sparsity(wanted[i], name)
       if hasattr(kind, "sparsity") and not isinstance(wanted[i], jax.Array):
@@ -446,9 +446,9 @@ class BaseUpdater:
     A float32 cannot hold the sparsity of a large leaf, so each comes with the
     exact target it is heading for.
     """
-    leaves, treedef = _tree.flatten_with_names(params)
-    stored = _tree.align(params, sparse_state.target_sparsities, "targets")
-    exact = _tree.align(params, self.targets(params), "targets")
+    leaves, treedef = _leaves.flatten_with_names(params)
+    stored = _leaves.align(params, sparse_state.target_sparsities, "targets")
+    exact = _leaves.align(params, self.targets(params), "targets")
     picked = [i for i, s in enumerate(stored) if s is not None]
     if not picked:
       return treedef.unflatten([None] * len(leaves))
@@ -469,10 +469,10 @@ class BaseUpdater:
     self, state: SparseState, params: PyTree, masks: Masks, *scores: PyTree
   ) -> SparseState:
     """Return the state with new masks, but where a score is not finite."""
-    leaves, treedef = _tree.flatten_with_names(params)
-    new = _tree.align(params, masks)
-    old = _tree.align(params, state.masks)
-    columns = [_tree.align(params, tree, "scores") for tree in scores]
+    leaves, treedef = _leaves.flatten_with_names(params)
+    new = _leaves.align(params, masks)
+    old = _leaves.align(params, state.masks)
+    columns = [_leaves.align(params, tree, "scores") for tree in scores]
     skipped = []
     for i, mask in enumerate(new):
       if mask is None or old[i] is None:
@@ -498,7 +498,7 @@ class BaseUpdater:
   ) -> PyTree:
     """Return uniform float32 scores that depend on key, path and salt only."""
     stored = None if sparse_state is None else sparse_state.key
-    leaves, treedef = _tree.flatten_with_names(params)
+    leaves, treedef = _leaves.flatten_with_names(params)
     drawn = [
       i
       for i, (_, leaf) in enumerate(leaves)
@@ -527,7 +527,7 @@ class BaseUpdater:
     )
 
   def _masks_of_zeros(self, params: PyTree, targets: Sparsities) -> Masks:
-    return _tree.map_masks(
+    return _leaves.map_masks(
       lambda _, p, s: (
         None if s is None else (p != 0).astype(mask_calculator.MASK_DTYPE)
       ),
@@ -546,7 +546,7 @@ class BaseUpdater:
       None if mask is None else self._unpack(mask, param)
       for param, mask in zip(
         jax.tree.leaves(params),
-        _tree.align(params, state.masks),
+        _leaves.align(params, state.masks),
         strict=True,
       )
     ]
@@ -559,7 +559,7 @@ class BaseUpdater:
   def _held(self, params: PyTree, masks: Masks) -> tuple[list[Any], list[Any]]:
     """Return the prunable leaves and their masks."""
     pairs = zip(
-      jax.tree.leaves(params), _tree.align(params, masks), strict=True
+      jax.tree.leaves(params), _leaves.align(params, masks), strict=True
     )
     held = [pair for pair in pairs if pair[1] is not None]
     return [leaf for leaf, _ in held], [mask for _, mask in held]
@@ -600,7 +600,7 @@ class BaseUpdater:
     if isinstance(kind, Mapping):
       # A pattern must match some leaf, pruned or not.
       every = [names for names, _ in (leaves if among is None else among)]
-      keys = _tree.match_patterns(kind, every, "sparsity_type")
+      keys = _leaves.match_patterns(kind, every, "sparsity_type")
       table = dict(zip(every, keys, strict=True))
       default = sparsity_types.Unstructured()
       return [
@@ -613,7 +613,7 @@ class BaseUpdater:
     for (names, _), chosen in zip(leaves, kinds, strict=True):
       if isinstance(chosen, type) or not hasattr(chosen, "mask"):
         raise ValueError(
-          f"sparsity_type gives {chosen!r} for {_tree.join(names)!r}; it must "
+          f"sparsity_type gives {chosen!r} for {_leaves.join(names)!r}; it must "
           "return a sparsity type, such as Unstructured()"
         )
     return kinds
@@ -622,7 +622,8 @@ class BaseUpdater:
     if not self.use_packed_masks:
       return masks
     return jax.tree.map(
-      lambda mask: _tree.with_auto_axes(mask_calculator.pack_mask, mask), masks
+      lambda mask: _leaves.with_auto_axes(mask_calculator.pack_mask, mask),
+      masks,
     )
 
   def _unpack(self, mask: Array, param: Array) -> Array:

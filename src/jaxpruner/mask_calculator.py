@@ -16,11 +16,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jaxpruner import _select_local, _select_mesh, _selection, _trails
-from jaxpruner._lazy import Lazy
-from jaxpruner._placement import on_one_device
-from jaxpruner._recipe import Recipe, recipe
-from jaxpruner._selection import Plan, Selected
+from jaxpruner.engine import local as _select_local
+from jaxpruner.engine import mesh as _select_mesh
+from jaxpruner.engine import search as _selection
+from jaxpruner.engine import warm_start as _trails
+from jaxpruner.engine.dispatch import on_one_device
+from jaxpruner.engine.lazy import Lazy
+from jaxpruner.engine.recipe import Recipe, recipe
+from jaxpruner.engine.search import Plan, Selected
 
 MASK_DTYPE = jnp.uint8
 

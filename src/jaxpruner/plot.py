@@ -16,7 +16,7 @@ except ImportError as error:
     "jaxpruner.plot needs matplotlib: pip install 'jaxpruner[plot]'"
   ) from error
 
-from jaxpruner import _tree, mask_calculator
+from jaxpruner import _leaves, mask_calculator
 from jaxpruner._state import PyTree, find_state
 
 # Okabe and Ito's palette, then Tol's: distinct to colour-blind readers.
@@ -113,11 +113,11 @@ def named_masks(tree: PyTree, params: PyTree = None) -> dict[str, np.ndarray]:
     pass  # masks or parameters themselves
   shapes = {}
   if params is not None:
-    leaves = _tree.flatten_with_names(params)[0]
-    shapes = {_tree.join(n): np.shape(x) for n, x in leaves}
+    leaves = _leaves.flatten_with_names(params)[0]
+    shapes = {_leaves.join(n): np.shape(x) for n, x in leaves}
   result = {}
-  for names, leaf in _tree.flatten_with_names(tree)[0]:
-    name, array = _tree.join(names), np.asarray(leaf)
+  for names, leaf in _leaves.flatten_with_names(tree)[0]:
+    name, array = _leaves.join(names), np.asarray(leaf)
     if shapes.get(name, array.shape) != array.shape:
       array = np.asarray(mask_calculator.unpack_mask(leaf, shapes[name]))
     if array.dtype != np.uint8:
@@ -219,7 +219,9 @@ def evolution(
   series = {step: named_masks(tree) for step, tree in sorted(history.items())}
   first = next(iter(series.values()))
   if leaf is not None and leaf not in first:
-    raise ValueError(f"leaf={leaf!r} has no mask; {_tree.nearest(leaf, first)}")
+    raise ValueError(
+      f"leaf={leaf!r} has no mask; {_leaves.nearest(leaf, first)}"
+    )
   leaf = leaf or next(iter(first))
   steps = list(series)
   shown = sorted(

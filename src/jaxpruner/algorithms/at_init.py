@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpruner import (
-  _tree,
+  _leaves,
   base_updater,
   mask_calculator,
   sparsity_distributions,
@@ -78,7 +78,7 @@ class PruneAtInit(
   def calculate_scores(self, params, sparse_state=None, grads=None):
     del sparse_state, grads
     leaves, treedef = jax.tree.flatten(params)
-    shares = _tree.align(params, self.distribute(params))
+    shares = _leaves.align(params, self.distribute(params))
     picked = [i for i, share in enumerate(shares) if share is not None]
 
     def objective(weights):
@@ -98,7 +98,7 @@ class PruneAtInit(
         self.apply_masks(params, masks, is_packed=False)
       )
       # What is gone stays gone.
-      scores = _tree.map_masks(
+      scores = _leaves.map_masks(
         lambda _, score, mask: (
           score if mask is None else jnp.where(mask, score, -jnp.inf)
         ),

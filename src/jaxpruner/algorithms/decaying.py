@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from jaxpruner import _tree, base_updater
+from jaxpruner import _leaves, base_updater
 from jaxpruner.algorithms import pruners
 
 
@@ -56,4 +56,4 @@ class DecayingMaskPruning(pruners.MagnitudePruning):
       kept = self._unpack(mask, param)
       return jnp.where(kept, param, beta.astype(param.dtype) * param)
 
-    return _tree.map_masks(fade, params, state.stats)
+    return _leaves.map_masks(fade, params, state.stats)

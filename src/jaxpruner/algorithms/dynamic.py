@@ -7,16 +7,9 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from jaxpruner import (
-  _lazy,
-  _tree,
-  base_updater,
-  criteria,
-  mask_calculator,
-  redistribution,
-  sparsity_types,
-)
-from jaxpruner.algorithms import sparse_trainers
+from jaxpruner import _leaves, base_updater, mask_calculator, sparsity_types
+from jaxpruner.algorithms import criteria, redistribution, sparse_trainers
+from jaxpruner.engine import lazy as _lazy
 
 
 def _category(paper: str, cost: str, *needs: str, **changes: Any):
@@ -169,7 +162,7 @@ class GraNet(sparse_trainers.RigL):
   def goals(self, sparse_state, params, kinds, shapes, counts):
     del counts
     now = self.sparsities_at(sparse_state, params, sparse_state.count)
-    wanted = [s for s in _tree.align(params, now) if s is not None]
+    wanted = [s for s in _leaves.align(params, now) if s is not None]
     ones = sparsity_types.ones_each(kinds, shapes, wanted)
     return jnp.stack([jnp.asarray(n, jnp.int32) for n in ones])
 
@@ -254,7 +247,7 @@ class DeepR(sparse_trainers.Rewiring):
   update_every: ClassVar[int | None] = 1
 
   def init_stats(self, params, masks):
-    signs = _tree.map_masks(
+    signs = _leaves.map_masks(
       lambda _, p, mask: (
         None if mask is None else (p >= 0).astype(mask_calculator.MASK_DTYPE)
       ),
@@ -271,7 +264,7 @@ class DeepR(sparse_trainers.Rewiring):
 
   def drop_scores(self, params, sparse_state, grads):
     del grads
-    return _tree.map_masks(
+    return _leaves.map_masks(
       lambda _, p, bits: p if bits is None else p * self._sign(bits, p),
       params,
       sparse_state.stats["signs"],
@@ -300,9 +293,9 @@ class DeepR(sparse_trainers.Rewiring):
       )
 
     updates = jax.tree.structure(params).unflatten(
-      _tree.align(params, updates, "updates")
+      _leaves.align(params, updates, "updates")
     )
-    moved = _tree.map_masks(
+    moved = _leaves.map_masks(
       wander, params, updates, drawn, state.stats["signs"]
     )
     return super().confine(moved, state, params)

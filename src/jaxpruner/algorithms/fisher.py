@@ -7,13 +7,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxpruner import _checks, _tree, base_updater
+from jaxpruner import _checks, _leaves, base_updater
 
 
 def second_moments(params, inner_state):
   """Return Adam's running mean of squared gradients per leaf, or `None`s."""
   found = optax.tree_utils.tree_get_all_with_path(inner_state, "nu")
-  columns = [_tree.align(params, tree, "nu") for _, tree in found]
+  columns = [_leaves.align(params, tree, "nu") for _, tree in found]
   none = [None] * len(jax.tree.leaves(params))
   return jax.tree.structure(params).unflatten(
     [
@@ -45,7 +45,7 @@ class FisherPruning(base_updater.BaseUpdater):
       if grad is None:
         raise ValueError(
           f"{type(self).__name__}: grads hold no entry for params leaf "
-          f"{_tree.join(names)!r}; pass the gradients of all params"
+          f"{_leaves.join(names)!r}; pass the gradients of all params"
         )
       fisher = jnp.square(grad.astype(jnp.float32))
       if moment is not None:
@@ -53,7 +53,7 @@ class FisherPruning(base_updater.BaseUpdater):
         fisher = jnp.where(jnp.any(moment > 0), moment, fisher)
       return jnp.square(weight.astype(jnp.float32)) * fisher
 
-    return _tree.map_masks(
+    return _leaves.map_masks(
       score, params, grads, second_moments(params, inner), name="grads"
     )
 
@@ -96,7 +96,7 @@ class WoodFisherPruning(base_updater.BaseUpdater):
         )
 
   def init_stats(self, params, masks):
-    return _tree.map_masks(
+    return _leaves.map_masks(
       lambda _, p, m: (
         None if m is None else jnp.stack([jnp.zeros_like(p)] * self.window)
       ),
@@ -106,7 +106,7 @@ class WoodFisherPruning(base_updater.BaseUpdater):
 
   def observe(self, state, params, grads):
     slot = state.count % self.window
-    new = _tree.map_masks(
+    new = _leaves.map_masks(
       lambda _, p, grad, kept: (
         None if kept is None else kept.at[slot].set(grad.astype(kept.dtype))
       ),
@@ -128,14 +128,14 @@ class WoodFisherPruning(base_updater.BaseUpdater):
       # A pruned weight is no longer part of the model.
       kept = 1 if mask is None else self._unpack(mask, param)
       window = jnp.where(kept, window, 0).astype(jnp.float32)
-      return _tree.with_auto_axes(
+      return _leaves.with_auto_axes(
         lambda w, g: self._saliency(w.astype(jnp.float32), g),
         param,
         window,
         like=param,
       )
 
-    return _tree.map_masks(
+    return _leaves.map_masks(
       score, params, sparse_state.stats, sparse_state.masks, name="grads"
     )
 

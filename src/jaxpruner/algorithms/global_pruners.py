@@ -10,15 +10,15 @@ import jax.core
 import jax.numpy as jnp
 
 from jaxpruner import (
-  _lazy,
-  _tree,
-  allocation,
+  _leaves,
   base_updater,
   mask_calculator,
   sparsity_distributions,
   sparsity_types,
 )
 from jaxpruner.algorithms import pruners
+from jaxpruner.engine import lazy as _lazy
+from jaxpruner.sparsity_distributions import allocation
 
 
 @dataclasses.dataclass(eq=False)
@@ -66,14 +66,14 @@ class GlobalPruning(base_updater.BaseUpdater):
     shares = sparsity_distributions.uniform(
       params, self.sparsity, self.filter_fn, self.custom_sparsity_map
     )
-    leaves, treedef = _tree.flatten_with_names(params)
+    leaves, treedef = _leaves.flatten_with_names(params)
     # A ranked leaf heads for the request itself, not for a share rounded to
     # its size, or the ramp would end beside it.
     return treedef.unflatten(
       [
         self.sparsity if share is not None and own is None else share
         for share, own in zip(
-          _tree.align(params, shares), self._own(leaves), strict=True
+          _leaves.align(params, shares), self._own(leaves), strict=True
         )
       ]
     )
@@ -83,13 +83,13 @@ class GlobalPruning(base_updater.BaseUpdater):
     if not self.custom_sparsity_map:
       return [None] * len(leaves)
     names = [name for name, _ in leaves]
-    return _tree.match_patterns(
+    return _leaves.match_patterns(
       self.custom_sparsity_map, names, "custom_sparsity_map"
     )
 
   def create_masks(self, scores, sparsities):
-    leaves, treedef = _tree.flatten_with_names(scores)
-    wanted = _tree.align(scores, sparsities, "sparsities")
+    leaves, treedef = _leaves.flatten_with_names(scores)
+    wanted = _leaves.align(scores, sparsities, "sparsities")
     custom = self._own(leaves)
     ranked = [
       i for i, s in enumerate(wanted) if s is not None and custom[i] is None
@@ -97,7 +97,7 @@ class GlobalPruning(base_updater.BaseUpdater):
     alone = treedef.unflatten(
       [s if custom[i] is not None else None for i, s in enumerate(wanted)]
     )
-    masks = _tree.align(scores, super().create_masks(scores, alone))
+    masks = _leaves.align(scores, super().create_masks(scores, alone))
     base_updater.refuse_nan([leaves[i] for i in ranked])
     if ranked:
       # float32 everywhere: leaves of several precisions must compare.
@@ -128,10 +128,10 @@ class GlobalPruning(base_updater.BaseUpdater):
 def say_if_wiped_out(params: Any, masks: Any) -> None:
   """Warn of masks without a single one, unless they are traced."""
   empty = [
-    _tree.join(names)
+    _leaves.join(names)
     for (names, _), mask in zip(
-      _tree.flatten_with_names(params)[0],
-      _tree.align(params, masks),
+      _leaves.flatten_with_names(params)[0],
+      _leaves.align(params, masks),
       strict=True,
     )
     if mask is not None
@@ -187,7 +187,7 @@ class LampPruning(GlobalPruning):
     del sparse_state, grads
     return jax.tree.map(
       lambda p: (
-        _tree.with_auto_axes(allocation.lamp_scores, p, like=p)
+        _leaves.with_auto_axes(allocation.lamp_scores, p, like=p)
         if sparsity_distributions.is_floating(p)
         else p
       ),

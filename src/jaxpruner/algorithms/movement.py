@@ -6,7 +6,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from jaxpruner import _checks, _tree, base_updater
+from jaxpruner import _checks, _leaves, base_updater
 from jaxpruner.algorithms import global_pruners, ste
 
 
@@ -30,7 +30,7 @@ class MovementPruning(ste.StePruning):
   )
 
   def init_stats(self, params, masks):
-    return _tree.map_masks(
+    return _leaves.map_masks(
       lambda _, p, m: (
         None if m is None else jnp.zeros_like(p, dtype=jnp.float32)
       ),
@@ -49,7 +49,7 @@ class MovementPruning(ste.StePruning):
       slope = param.astype(jnp.float32) * grad.astype(jnp.float32)
       return self.descend(scores, slope)
 
-    moved = _tree.map_masks(move, params, grads, state.stats, name="grads")
+    moved = _leaves.map_masks(move, params, grads, state.stats, name="grads")
     return state._replace(stats=moved)
 
   def calculate_scores(self, params, sparse_state=None, grads=None):
@@ -57,7 +57,7 @@ class MovementPruning(ste.StePruning):
       stats = self.init_stats(params, params)
       sparse_state = base_updater.SparseState(masks=None, stats=stats)
       sparse_state = self.observe(sparse_state, params, grads)
-    return _tree.map_masks(
+    return _leaves.map_masks(
       lambda _, p, s: jnp.zeros_like(p) if s is None else s,
       params,
       sparse_state.stats,

@@ -8,7 +8,7 @@ import jax.core
 import jax.numpy as jnp
 import optax
 
-from jaxpruner import _tree, base_updater
+from jaxpruner import _leaves, base_updater
 
 
 def chain(*phases: tuple[int, base_updater.BaseUpdater]) -> "Chain":
@@ -99,13 +99,13 @@ class Chain(base_updater.BaseUpdater):
 
   def targets(self, params):
     """Return the last phase's targets; all phases must prune its leaves."""
-    names = [_tree.join(n) for n, _ in _tree.flatten_with_names(params)[0]]
+    names = [_leaves.join(n) for n, _ in _leaves.flatten_with_names(params)[0]]
     found, last = None, jax.tree.map(lambda _: None, params)
     for start, phase in self.phases:
       if _is_dense(phase):
         continue
       last = phase.targets(params)
-      pruned = [s is not None for s in _tree.align(params, last)]
+      pruned = [s is not None for s in _leaves.align(params, last)]
       for name, now, before in zip(names, pruned, found or pruned, strict=True):
         if now != before:
           raise ValueError(
@@ -170,7 +170,7 @@ class Chain(base_updater.BaseUpdater):
     """Return the state as the phase alone would have it."""
     phase, targets = self.phases[i][1], None
     if not _is_dense(phase):
-      targets = _tree.map_masks(
+      targets = _leaves.map_masks(
         lambda _, p, s: None if s is None else jnp.asarray(s, jnp.float32),
         params,
         phase.targets(params),
@@ -184,7 +184,7 @@ class Chain(base_updater.BaseUpdater):
       return state
 
     def enter(state):
-      masks = _tree.map_masks(
+      masks = _leaves.map_masks(
         lambda _, p, m: None if m is None else self._unpack(m, p),
         params,
         state.masks,

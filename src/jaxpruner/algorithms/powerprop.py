@@ -3,8 +3,8 @@
 import dataclasses
 from typing import ClassVar
 
-from jaxpruner import _checks, base_updater, transforms
-from jaxpruner.algorithms import pruners
+from jaxpruner import _checks, base_updater
+from jaxpruner.algorithms import pruners, transforms
 
 
 @dataclasses.dataclass(eq=False)

@@ -6,7 +6,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from jaxpruner import _tree, base_updater, sparsity_distributions
+from jaxpruner import _leaves, base_updater, sparsity_distributions
 
 
 @dataclasses.dataclass(eq=False)
@@ -64,12 +64,12 @@ class SaliencyPruning(base_updater.BaseUpdater):
         return weight
       if grad is None:
         raise ValueError(
-          f"grads: no entry for params leaf {_tree.join(names)!r}; pass the "
+          f"grads: no entry for params leaf {_leaves.join(names)!r}; pass the "
           "gradients of all params"
         )
       return jnp.abs(weight.astype(jnp.float32) * grad.astype(jnp.float32))
 
-    return _tree.map_masks(saliency, params, grads, name="grads")
+    return _leaves.map_masks(saliency, params, grads, name="grads")
 
 
 @dataclasses.dataclass(eq=False)

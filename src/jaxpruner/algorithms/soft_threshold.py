@@ -6,7 +6,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from jaxpruner import _checks, _tree, base_updater
+from jaxpruner import _checks, _leaves, base_updater
 from jaxpruner.algorithms import global_pruners, ste
 
 
@@ -45,7 +45,7 @@ class SoftThresholdPruning(global_pruners.GlobalPruning, ste.StePruning):
     _checks.check_number(self, "initial", above=-float("inf"))
 
   def init_stats(self, params, masks):
-    return _tree.map_masks(
+    return _leaves.map_masks(
       lambda _, p, m: None if m is None else jnp.float32(self.initial),
       params,
       masks,
@@ -61,12 +61,12 @@ class SoftThresholdPruning(global_pruners.GlobalPruning, ste.StePruning):
       grad_s = -slope * jnp.sum(jnp.where(kept, pull, 0))
       return s - self.threshold_rate * (grad_s + self.threshold_decay * s)
 
-    learnt = _tree.map_masks(learn, params, grads, state.masks, state.stats)
+    learnt = _leaves.map_masks(learn, params, grads, state.masks, state.stats)
     return state._replace(stats=learnt)
 
   def calculate_scores(self, params, sparse_state=None, grads=None):
     del grads
-    return _tree.map_masks(
+    return _leaves.map_masks(
       lambda _, p, s: (
         jnp.abs(p.astype(jnp.float32)) - (0 if s is None else jax.nn.sigmoid(s))
       ),
@@ -87,4 +87,4 @@ class SoftThresholdPruning(global_pruners.GlobalPruning, ste.StePruning):
       return masked - jax.lax.stop_gradient(shift)
 
     masks = base_updater.find_state(opt_state).masks
-    return _tree.map_masks(shrink, params, seen, masks)
+    return _leaves.map_masks(shrink, params, seen, masks)

@@ -8,16 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpruner import (
-  _lazy,
-  _selection,
-  _tree,
-  base_updater,
-  criteria,
-  mask_calculator,
-  redistribution,
-  sparsity_types,
-)
+from jaxpruner import _leaves, base_updater, mask_calculator, sparsity_types
+from jaxpruner.algorithms import criteria, redistribution
+from jaxpruner.engine import lazy as _lazy
+from jaxpruner.engine import search as _selection
 
 
 @dataclasses.dataclass(eq=False)
@@ -133,9 +127,9 @@ class Rewiring(StaticRandomSparse):
     start = lambda _, param, mask: (
       None
       if mask is None
-      else _tree.shard_like(jnp.zeros(param.shape, jnp.float32), param)
+      else _leaves.shard_like(jnp.zeros(param.shape, jnp.float32), param)
     )
-    return {"momentum": _tree.map_masks(start, params, masks)}
+    return {"momentum": _leaves.map_masks(start, params, masks)}
 
   def observe(self, state, params, grads):
     if "momentum" not in self.needs:
@@ -148,8 +142,8 @@ class Rewiring(StaticRandomSparse):
       # One bad batch must not spoil the mean for ever.
       return jnp.where(jnp.isfinite(new), new, mean).astype(mean.dtype)
 
-    grads = jax.tree.structure(params).unflatten(_tree.align(params, grads))
-    momentum = _tree.map_masks(step, grads, state.stats["momentum"])
+    grads = jax.tree.structure(params).unflatten(_leaves.align(params, grads))
+    momentum = _leaves.map_masks(step, grads, state.stats["momentum"])
     return state._replace(stats={**state.stats, "momentum": momentum})
 
   def drop_fraction_at(self, step: Any) -> Any:
@@ -202,13 +196,13 @@ class Rewiring(StaticRandomSparse):
   def update_state(self, sparse_state, params, grads):
     drop = _lazy.defer(self.drop_scores, params, sparse_state, grads)
     grow = _lazy.defer(self.grow_scores, params, sparse_state, grads)
-    leaves, treedef = _tree.flatten_with_names(params)
-    masks = _tree.align(params, sparse_state.masks)
+    leaves, treedef = _leaves.flatten_with_names(params)
+    masks = _leaves.align(params, sparse_state.masks)
     picked = [i for i, mask in enumerate(masks) if mask is not None]
     if not picked:
       return sparse_state
-    drop_entries = _tree.align(params, drop, "scores")
-    grow_entries = _tree.align(params, grow, "scores")
+    drop_entries = _leaves.align(params, drop, "scores")
+    grow_entries = _leaves.align(params, grow, "scores")
     for entries in (drop_entries, grow_entries):
       base_updater.refuse_nan([(leaves[i][0], entries[i]) for i in picked])
     kinds = self._types([leaves[i] for i in picked], among=leaves)
@@ -242,7 +236,7 @@ class Rewiring(StaticRandomSparse):
     judged = [drop] if type(self.grow) is criteria.Random else [drop, grow]
     if self.redistribute is not None:
       momentum = (sparse_state.stats or {}).get("momentum")
-      momentum = _tree.align(params, momentum, "momentum")
+      momentum = _leaves.align(params, momentum, "momentum")
       room = jnp.array([a.size for a in active], jnp.int32) - left
       shares = self.redistribute(kept, [momentum[i] for i in picked])
       grown = redistribution.allocate(shares, jnp.sum(totals - left), room)
@@ -267,7 +261,7 @@ class Rewiring(StaticRandomSparse):
     for kind, name in zip(kinds, names, strict=True):
       if not isinstance(kind, sparsity_types.SparsityType):
         raise ValueError(
-          f"params leaf {_tree.join(name)!r}: {type(self).__name__} "
+          f"params leaf {_leaves.join(name)!r}: {type(self).__name__} "
           f"cannot drop and grow under {kind!r}; use a sparsity type with pool "
           "and expand"
         )
@@ -275,7 +269,7 @@ class Rewiring(StaticRandomSparse):
         kind, sparsity_types.Unstructured
       ):
         raise ValueError(
-          f"params leaf {_tree.join(name)!r}: {self.redistribute!r} moves "
+          f"params leaf {_leaves.join(name)!r}: {self.redistribute!r} moves "
           f"single weights between leaves, which {kind!r} does not allow; use "
           "Unstructured, or redistribute=None"
         )
@@ -285,7 +279,7 @@ class Rewiring(StaticRandomSparse):
 
     Leaves that trade weights must all be updated, or none.
     """
-    columns = [_tree.align(params, tree, "scores") for tree in judged]
+    columns = [_leaves.align(params, tree, "scores") for tree in judged]
     finite = jnp.array(True)
     for i in picked:
       for column in columns:

@@ -7,15 +7,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxpruner import (
-  _checks,
-  _lazy,
-  _selection,
-  _trails,
-  _tree,
-  base_updater,
-)
+from jaxpruner import _checks, _leaves, base_updater
 from jaxpruner.algorithms import pruners
+from jaxpruner.engine import lazy as _lazy
+from jaxpruner.engine import search as _selection
+from jaxpruner.engine import warm_start as _trails
 
 
 @jax.custom_vjp
@@ -98,7 +94,7 @@ class StePruning(base_updater.BaseUpdater):
         return param
       return _straight_through(param, self._unpack(mask, param))
 
-    return _tree.map_masks(mask_leaf, params, masks)
+    return _leaves.map_masks(mask_leaf, params, masks)
 
 
 @dataclasses.dataclass(eq=False)
@@ -166,7 +162,7 @@ class SrStePruning(SteMagnitudePruning):
       pulled = grad + jnp.asarray(self.mask_decay * param, grad.dtype)
       return jnp.where(self._unpack(mask, param), grad, pulled)
 
-    return _tree.map_masks(pull, params, grads, state.masks)
+    return _leaves.map_masks(pull, params, grads, state.masks)
 
 
 @dataclasses.dataclass(eq=False)

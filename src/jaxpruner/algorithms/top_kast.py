@@ -6,8 +6,9 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from jaxpruner import _lazy, _tree, base_updater, mask_calculator
+from jaxpruner import _leaves, base_updater, mask_calculator
 from jaxpruner.algorithms import pruners, sparse_trainers
+from jaxpruner.engine import lazy as _lazy
 
 
 @jax.custom_vjp
@@ -89,7 +90,7 @@ class TopKAST(pruners.MagnitudePruning):
     scores = self.calculate_scores(params)
     masks = self._pack(self.create_masks(scores, wider))
     # Where a score is not finite, neither set changes.
-    masks = _tree.map_masks(
+    masks = _leaves.map_masks(
       lambda _, score, mask, old: (
         None if mask is None else jnp.where(_lazy.finite(score), mask, old)
       ),
@@ -113,7 +114,7 @@ class TopKAST(pruners.MagnitudePruning):
         param, self._unpack(mask, param), self._unpack(wider, param)
       )
 
-    return _tree.map_masks(
+    return _leaves.map_masks(
       mask_leaf, params, state.masks, state.stats["backward"]
     )
 
@@ -127,9 +128,9 @@ class TopKAST(pruners.MagnitudePruning):
       return base_updater.apply_mask(grad, self._unpack(wider, param))
 
     grads = jax.tree.structure(params).unflatten(
-      _tree.align(params, grads, "grads")
+      _leaves.align(params, grads, "grads")
     )
-    return _tree.map_masks(
+    return _leaves.map_masks(
       decay,
       params,
       grads,
@@ -140,7 +141,7 @@ class TopKAST(pruners.MagnitudePruning):
 
   def confine(self, updates, state, params):
     """Return updates that leave what is not trained as it is."""
-    return _tree.map_masks(
+    return _leaves.map_masks(
       lambda _, param, update, wider: (
         update
         if wider is None
@@ -148,7 +149,7 @@ class TopKAST(pruners.MagnitudePruning):
       ),
       params,
       jax.tree.structure(params).unflatten(
-        _tree.align(params, updates, "updates")
+        _leaves.align(params, updates, "updates")
       ),
       state.stats["backward"],
     )

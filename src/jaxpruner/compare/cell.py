@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxpruner
-from jaxpruner import report
 from jaxpruner.compare import plan, program, tasks
 from jaxpruner.compare.tasks.base import Task
+from jaxpruner.inspect import cost as report
 
 PyTree = Any
 STRETCHES = 20  # parts a training is cut into: snapshots, progress, restarts

@@ -14,9 +14,9 @@ import jax
 import numpy as np
 
 import jaxpruner
-from jaxpruner import report
 from jaxpruner.compare import cell as cells
 from jaxpruner.compare import folder, plan
+from jaxpruner.inspect import cost as report
 
 
 def measure_all(

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpruner.sparse._program import Node, Program, Var
+from jaxpruner.program.trace import Node, Program, Var
 
 _VIEWS = frozenset(
   """transpose convert_element_type reshape squeeze slice broadcast_in_dim copy

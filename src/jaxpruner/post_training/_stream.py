@@ -17,9 +17,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpruner import _jaxprs
 from jaxpruner.post_training._graph import Graph, Norm, Part, Probe
-from jaxpruner.sparse._program import Node, Program, Var
+from jaxpruner.program import evaluate as _jaxprs
+from jaxpruner.program.trace import Node, Program, Var
 
 
 class Cut(NamedTuple):

@@ -10,13 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpruner import _tree
+from jaxpruner import _leaves
 from jaxpruner.post_training import _graph, _stream
-from jaxpruner.sparse import _program
+from jaxpruner.program import trace as _program
 from jaxpruner.sparsity_distributions import default_filter
 
 ApplyFn: TypeAlias = Callable[[Any, Any], Any]
-FilterFn: TypeAlias = Callable[[_tree.Names, Any], bool]
+FilterFn: TypeAlias = Callable[[_leaves.Names, Any], bool]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Model:
     mesh: Any = None,
     data_axis: str = "data",
   ):
-    named, self.treedef = _tree.flatten_with_names(params)
+    named, self.treedef = _leaves.flatten_with_names(params)
     self._all = [leaf for _, leaf in named]
     arrays = [hasattr(x, "shape") and hasattr(x, "dtype") for x in self._all]
     self.places = [i for i, array in enumerate(arrays) if array]
@@ -104,7 +104,7 @@ class Model:
       )
 
   def name(self, leaf: int) -> str:
-    return _tree.join(self.names[leaf])
+    return _leaves.join(self.names[leaf])
 
   def tree(self, leaves: list[Any], rest: Any = ...) -> Any:
     """Return a tree like params with these arrays in it."""

@@ -5,7 +5,7 @@ from typing import Any
 import jax.numpy as jnp
 import optax
 
-from jaxpruner import _tree
+from jaxpruner import _leaves
 
 
 def hold_masks(
@@ -40,7 +40,7 @@ def hold_masks(
       del names
       return grad if mask is None else jnp.where(mask, grad, 0)
 
-    updates = _tree.map_masks(only, updates, masks)
+    updates = _leaves.map_masks(only, updates, masks)
     updates, state = inner.update(updates, state, params, **extra)
 
     def held(names, param, change, mask):
@@ -49,6 +49,6 @@ def hold_masks(
         return change
       return jnp.where(mask, change, -param)
 
-    return _tree.map_masks(held, params, updates, masks), state
+    return _leaves.map_masks(held, params, updates, masks), state
 
   return optax.GradientTransformationExtraArgs(inner.init, update)

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxpruner import _tree
+from jaxpruner import _leaves
 from jaxpruner._state import apply_mask
 
 
@@ -28,8 +28,8 @@ def add_lora(params: Any, masks: Any, rank: int, key: jax.Array) -> Any:
   """
   if rank < 1:
     raise ValueError(f"rank={rank!r} must be at least 1")
-  named, _ = _tree.flatten_with_names(params)
-  rows = _tree.align(params, masks)
+  named, _ = _leaves.flatten_with_names(params)
+  rows = _leaves.align(params, masks)
   factors = {}
   for (names, leaf), mask in zip(named, rows, strict=True):
     if mask is None:
@@ -37,9 +37,9 @@ def add_lora(params: Any, masks: Any, rank: int, key: jax.Array) -> Any:
     last = leaf.shape[-1]
     size = leaf.size // last
     # From the path: the order of leaves never matters.
-    own = jax.random.fold_in(key, zlib.crc32(_tree.join(names).encode()))
+    own = jax.random.fold_in(key, zlib.crc32(_leaves.join(names).encode()))
     a = jax.random.normal(own, (size, rank))
-    factors[_tree.join(names)] = {
+    factors[_leaves.join(names)] = {
       "a": (a / jnp.sqrt(size)).astype(leaf.dtype),
       "b": jnp.zeros((rank, last), leaf.dtype),
     }
@@ -56,13 +56,13 @@ def apply_lora(params: Any, masks: Any, factors: Any) -> Any:
   """
 
   def adapted(names, leaf, mask):
-    pair = factors.get(_tree.join(names))
+    pair = factors.get(_leaves.join(names))
     if mask is None or pair is None:
       return leaf
     change = (pair["a"] @ pair["b"]).reshape(leaf.shape).astype(leaf.dtype)
     return apply_mask(leaf + change, mask)
 
-  return _tree.map_masks(adapted, params, masks)
+  return _leaves.map_masks(adapted, params, masks)
 
 
 def merge_lora(params: Any, masks: Any, factors: Any) -> Any:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpruner import _tree
+from jaxpruner import _leaves
 from jaxpruner.post_training import _pattern, alps, obc, sparsegpt
 from jaxpruner.post_training.calibration import Statistics
 
@@ -36,7 +36,7 @@ class Settings:
     if self.method not in METHODS:
       raise ValueError(
         f"method={self.method!r} is unknown; "
-        f"{_tree.nearest(self.method, METHODS)}"
+        f"{_leaves.nearest(self.method, METHODS)}"
       )
     if not 0 <= self.damping < np.inf:
       raise ValueError(f"damping={self.damping!r} must be at least 0")

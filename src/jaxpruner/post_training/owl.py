@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxpruner import _tree, allocation
+from jaxpruner import _leaves
 from jaxpruner.post_training import calibration
-from jaxpruner.sparsity_distributions import Plan
+from jaxpruner.sparsity_distributions import Plan, allocation
 
 _TIMES = 5.0  # the mean of the scores: an outlier
 _SPREAD = 0.08
@@ -39,7 +39,7 @@ def sparsities(
   al., "OWL", 2024). One pass over the batches; the total is exact.
   """
   plan = Plan(shapes, lambda names, leaf: True, custom)
-  names = {i: _tree.join(plan.leaves[i][0]) for i in plan.free}
+  names = {i: _leaves.join(plan.leaves[i][0]) for i in plan.free}
   free = set(names.values())
   found: dict[str, list[tuple[int, float]]] = {}
   _, cuts = model.stream(False, False, lambda cut: False)

@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpruner import sparsity_distributions, spelling
+from jaxpruner import sparsity_distributions
+from jaxpruner.config import codec as spelling
 from jaxpruner.post_training import (
   _graph,
   _pattern,

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from jaxpruner.program.trace import Node, Program, Var
 from jaxpruner.sparse._dims import (
   CUMULATIVE,
   ELEMENTWISE,
@@ -21,7 +22,6 @@ from jaxpruner.sparse._dims import (
   outer_axes,
   resolve,
 )
-from jaxpruner.sparse._program import Node, Program, Var
 
 
 class Known(NamedTuple):

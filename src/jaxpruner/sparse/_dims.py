@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from jaxpruner.sparse._program import Node, Program, Var
+from jaxpruner.program.trace import Node, Program, Var
 
 
 @dataclasses.dataclass(eq=False, slots=True)

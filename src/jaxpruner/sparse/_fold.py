@@ -5,9 +5,9 @@ from typing import Any
 
 import numpy as np
 
+from jaxpruner.program.trace import Node, Program, Var
 from jaxpruner.sparse._constants import RESHAPERS, Constants
 from jaxpruner.sparse._dims import Dim, Dims, Sum, dot_axes, resolve
-from jaxpruner.sparse._program import Node, Program, Var
 
 
 class Folder:

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpruner.sparse import _program
+from jaxpruner.program import trace as _program
+from jaxpruner.program.trace import Node, Program, Var
 from jaxpruner.sparse._dims import Axis, Dim, Dims, is_depthwise, resolve
-from jaxpruner.sparse._program import Node, Program, Var
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from jaxpruner import _jaxprs
+from jaxpruner.program import evaluate as _jaxprs
 from jaxpruner.sparse import formats, ops
 from jaxpruner.sparse.formats import Sparse, SparseTensor
 

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxpruner import _tree
+from jaxpruner import _leaves
 from jaxpruner.sparse import _choose, _rewrite, formats, kernels
 from jaxpruner.sparse.formats import Sparse
 
@@ -159,13 +159,15 @@ def accelerate(
   """
   path = _choose.default_cache() if cache == "default" else cache
   timings = _choose.Timings(None if path is None else pathlib.Path(path))
-  named, treedef = _tree.flatten_with_names(params)
-  all_masks = _tree.align(params, masks)
+  named, treedef = _leaves.flatten_with_names(params)
+  all_masks = _leaves.align(params, masks)
   inputs = jax.tree.map(_concrete, example_inputs)
   uses = _rewrite.find_uses(apply_fn, params, inputs)
   leaves, layers = [], []
   for (names, leaf), mask, where in zip(named, all_masks, uses, strict=True):
-    new, layer = _replace(_tree.join(names), leaf, mask, where, timings, timer)
+    new, layer = _replace(
+      _leaves.join(names), leaf, mask, where, timings, timer
+    )
     leaves.append(new)
     layers.append(layer)
   timings.save()

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxpruner import _tree
+from jaxpruner import _leaves
 from jaxpruner.sparse import _layouts, _safetensors
 
 FileFormatError = _safetensors.FileFormatError
@@ -19,7 +19,7 @@ def _key(entry: Any) -> str | int:
   for attribute in ("key", "idx"):
     if type(getattr(entry, attribute, None)) is int:
       return getattr(entry, attribute)
-  return _tree.path_names([entry])[0]
+  return _leaves.path_names([entry])[0]
 
 
 def _flatten(tree: Any) -> tuple[list[tuple[str, tuple, Any]], Any]:
@@ -27,8 +27,8 @@ def _flatten(tree: Any) -> tuple[list[tuple[str, tuple, Any]], Any]:
   flat, treedef = jax.tree_util.tree_flatten_with_path(tree)
   rows, seen = [], set()
   for path, leaf in flat:
-    names = _tree.path_names(path)
-    name = _tree.join(names)
+    names = _leaves.path_names(path)
+    name = _leaves.join(names)
     if name in seen:
       raise ValueError(
         f"two leaves are named {name!r}; rename a key so that names differ"
@@ -102,7 +102,7 @@ def save(
     ([[0.0, 2.0]], {'w': None}, {'step': 3})
   """
   rows, _ = _flatten(params)
-  mask_leaves = _tree.align(params, masks)
+  mask_leaves = _leaves.align(params, masks)
   tensors, leaves = [], {}
   for (name, keys, leaf), mask in zip(rows, mask_leaves, strict=True):
     array = _array(name, leaf)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpruner import _tree
+from jaxpruner import _leaves
 from jaxpruner.sparse import formats
 
 
@@ -59,7 +59,7 @@ def to_bcoo(params: Any, masks: Any) -> Any:
 
   leaves, treedef = jax.tree_util.tree_flatten_with_path(params)
   packed = []
-  aligned = _tree.align(params, masks)
+  aligned = _leaves.align(params, masks)
   for (path, leaf), mask in zip(leaves, aligned, strict=True):
     if mask is None:
       packed.append(leaf)

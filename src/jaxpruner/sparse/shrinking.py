@@ -8,11 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpruner import _tree
-from jaxpruner.sparse import _fold, _program, _resize
+from jaxpruner import _leaves
+from jaxpruner.program import trace as _program
+from jaxpruner.program.trace import Node, Program, Var
+from jaxpruner.sparse import _fold, _resize
 from jaxpruner.sparse._constants import Constants
 from jaxpruner.sparse._dims import Axis, Dim, Dims, Sum, resolve
-from jaxpruner.sparse._program import Node, Program, Var
 
 
 class Removed(NamedTuple):
@@ -78,10 +79,10 @@ class Shrunk:
       if np.shape(x)[1:] == shape:
         rows = [self._take(index, row) for row in np.asarray(x)]
         return jnp.asarray(np.stack(rows))
-      name = _tree.join(_tree.path_names(found))
+      name = _leaves.join(_leaves.path_names(found))
       if np.size(x) > 1 and name in {r.name for r in self.removed}:
         raise ValueError(
-          f"{_tree.join(_tree.path_names(path))}: shape {np.shape(x)} belongs "
+          f"{_leaves.join(_leaves.path_names(path))}: shape {np.shape(x)} belongs "
           f"to the shrunk parameter {name!r} of shape {shape}, but not weight "
           "by weight; initialise this optimizer anew on the shrunk parameters"
         )
@@ -144,7 +145,7 @@ def shrink(
   paths, treedef = jax.tree_util.tree_flatten_with_path(params)
   values = [
     _masked(leaf, mask)
-    for (_, leaf), mask in zip(paths, _tree.align(params, masks), strict=True)
+    for (_, leaf), mask in zip(paths, _leaves.align(params, masks), strict=True)
   ]
   shapes = treedef.unflatten(
     [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in values]
@@ -161,7 +162,7 @@ def shrink(
   small = [take(i, choice.values[v]) for i, v in enumerate(variables)]
   new_params = treedef.unflatten([jnp.asarray(x) for x in small])
   new_fn = _resize.function(apply_fn, resized, shapes)
-  names = [_tree.join(_tree.path_names(path)) for path, _ in paths]
+  names = [_leaves.join(_leaves.path_names(path)) for path, _ in paths]
   rows = list(zip(names, variables, small, strict=True))
   return Shrunk(
     params=new_params,

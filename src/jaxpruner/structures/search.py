@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxpruner import _tree, sparsity_distributions, sparsity_types
+from jaxpruner import _leaves, sparsity_distributions, sparsity_types
 
 
 def search_n_by_m(
@@ -35,10 +35,10 @@ def search_n_by_m(
   steps: list[tuple[float, str]] = []
   losses: dict[str, list[float]] = {}
   sizes: dict[str, int] = {}
-  for names, leaf in _tree.flatten_with_names(params)[0]:
+  for names, leaf in _leaves.flatten_with_names(params)[0]:
     if not filter_fn(names, leaf):
       continue
-    name = _tree.join(names)
+    name = _leaves.join(names)
     sparsity_types.NByM(m, m, axis).check(leaf.shape, 0.0, name)
     energy = np.square(np.moveaxis(np.asarray(leaf, np.float64), axis, -1))
     ranked = np.sort(energy.reshape(-1, m), axis=1).sum(0)

@@ -1,0 +1,1 @@
+"""Configuration: strings and mappings to objects, and back."""

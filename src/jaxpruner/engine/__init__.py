@@ -1,0 +1,1 @@
+"""Select masks by counting: everything that knows how a mask is found."""

@@ -1,0 +1,1 @@
+"""Look at a sparse model: summaries, metrics, costs, checks."""

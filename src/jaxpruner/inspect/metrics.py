@@ -1,0 +1,102 @@
+"""What a training loop can log about its masks, from the state alone."""
+
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpruner import _leaves
+from jaxpruner._state import SparseState, Tally, find_state
+
+PyTree: TypeAlias = Any
+
+
+def state_metrics(opt_state: PyTree, per_leaf: bool = False) -> dict[str, Any]:
+  """Return numbers about the masks, ready for any logger; also under `jit`.
+
+  Mask updates count as they go: this reads a few integers per leaf and never
+  the weights or the masks.
+
+  Args:
+    opt_state: the optimizer state (or the `SparseState` itself).
+    per_leaf: also give `sparsity/…`, `churn/…` and `exploration/…` of each
+      leaf under its path.
+
+  Returns:
+    `sparsity` of the prunable leaves; `kept`, their nonzero weights; `churn`,
+    the share of the kept weights that the last mask update brought in;
+    `dropped`, how many it removed; `exploration`, the share of weights ever
+    kept (with `track_exploration`); `near_collapse`, leaves with fewer weights
+    than a square leaf of their size has neurons; `collapsed`, leaves with none;
+    `moments_reset`, weights that came in with fresh moments; `skipped`, mask
+    updates refused because a score was not finite.
+
+  Example:
+    >>> import functools, jax.numpy as jnp, jaxpruner, optax
+    >>> half = functools.partial(
+    ...   jaxpruner.sparsity_distributions.uniform, sparsity=0.5)
+    >>> tx = jaxpruner.StaticRandomSparse(
+    ...   sparsity_distribution_fn=half).wrap_optax(optax.sgd(0.1))
+    >>> found = jaxpruner.state_metrics(tx.init({"w": jnp.ones((4, 4))}))
+    >>> float(found["sparsity"]), int(found["kept"])
+    (0.5, 8)
+  """
+  state = find_state(opt_state)
+  tally = state.tally
+  if tally is None:
+    return {}
+  skipped = jnp.zeros([], jnp.int32) if state.skipped is None else state.skipped
+  metrics = {
+    "sparsity": 1 - _share(tally.kept, tally.size),
+    "kept": jnp.sum(tally.kept),
+    "churn": _share(tally.grown, tally.kept),
+    "dropped": jnp.sum(tally.dropped),
+    "near_collapse": jnp.sum(_is_near_collapse(tally)),
+    "collapsed": jnp.sum(tally.kept == 0),
+    "moments_reset": jnp.sum(tally.reset),
+    "skipped": jnp.sum(skipped),
+  }
+  if tally.explored is not None:
+    metrics["exploration"] = _share(tally.explored, tally.size)
+  if per_leaf:
+    for i, name in enumerate(_leaf_names(state)):
+      row = jax.tree.map(lambda x, i=i: x[i], tally)
+      metrics[f"sparsity/{name}"] = 1 - _share(row.kept, row.size)
+      metrics[f"churn/{name}"] = _share(row.grown, row.kept)
+      if row.explored is not None:
+        metrics[f"exploration/{name}"] = _share(row.explored, row.size)
+  return metrics
+
+
+def layers_near_collapse(opt_state: PyTree) -> dict[str, int]:
+  """Return the leaves with hardly a weight left, and how many each keeps.
+
+  Hardly: fewer than the square root of its size, so that a square layer cannot
+  give every neuron one. A leaf with none cuts the network in two.
+  """
+  state = find_state(opt_state)
+  if state.tally is None:
+    return {}
+  near = np.asarray(_is_near_collapse(state.tally))
+  kept = np.asarray(state.tally.kept)
+  names = _leaf_names(state)
+  return {names[i]: int(kept[i]) for i in np.flatnonzero(near)}
+
+
+def _is_near_collapse(tally: Tally) -> Any:
+  kept, size = (x.astype(jnp.float32) for x in (tally.kept, tally.size))
+  return kept < jnp.sqrt(size)
+
+
+def _leaf_names(state: SparseState) -> list[str]:
+  return [
+    _leaves.join(names)
+    for names, _ in _leaves.flatten_with_names(state.masks)[0]
+  ]
+
+
+def _share(part: Any, whole: Any) -> Any:
+  # In float32 before the sum: counts of many leaves may pass 2**32.
+  total = lambda x: jnp.sum(x.astype(jnp.float32))
+  return total(part) / jnp.maximum(total(whole), 1)

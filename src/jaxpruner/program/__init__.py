@@ -1,0 +1,1 @@
+"""Read traced programs: one tracer, one evaluator, tables of primitives."""

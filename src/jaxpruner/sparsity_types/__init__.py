@@ -1,0 +1,46 @@
+"""Sparsity types: what shapes may a mask take?
+
+base             the interface, and the unstructured type
+grouped          n of every m weights, constant fan-in
+pooled           blocks, channels
+transposable     n of m along both axes
+block_diagonal   whole diagonals of blocks
+masks            the masks of many leaves at once
+"""
+
+from jaxpruner.sparsity_types.base import (
+  SparsityType,
+  Unstructured,
+  check_sparsity,
+  pairwise_sum,
+)
+from jaxpruner.sparsity_types.block_diagonal import BlockDiagonal
+from jaxpruner.sparsity_types.grouped import ConstantFanIn, NByM, NbyM
+from jaxpruner.sparsity_types.masks import (
+  create_masks,
+  expand,
+  ones_each,
+  pool,
+  select,
+)
+from jaxpruner.sparsity_types.pooled import Block, Channel
+from jaxpruner.sparsity_types.transposable import TransposableNByM
+
+__all__ = [
+  "Block",
+  "BlockDiagonal",
+  "Channel",
+  "ConstantFanIn",
+  "NByM",
+  "NbyM",
+  "SparsityType",
+  "TransposableNByM",
+  "Unstructured",
+  "check_sparsity",
+  "create_masks",
+  "expand",
+  "ones_each",
+  "pairwise_sum",
+  "pool",
+  "select",
+]

@@ -1,0 +1,66 @@
+"""Block-diagonal masks, and their strided twins."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpruner import mask_calculator
+from jaxpruner.sparsity_types import base
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockDiagonal(base.SparsityType):
+  """Keep a fixed pattern: `blocks` blocks along the diagonal, or strided.
+
+  Scores have no say. A strided layer connects the indices that are equal modulo
+  `blocks`: a block diagonal between two permutations. A block-diagonal and a
+  strided layer in turn connect every input with every output, the product that
+  Monarch matrices are made of (Dao et al., 2022).
+
+  Attributes:
+    blocks: how many; `1 - 1/blocks` of the weights are removed.
+    strided: connect by residue instead of by block.
+  """
+
+  blocks: int
+  strided: bool = False
+
+  def __post_init__(self):
+    if type(self.blocks) is not int or self.blocks < 1:
+      raise ValueError(
+        f"BlockDiagonal: blocks={self.blocks!r} must be an integer of at "
+        "least 1"
+      )
+
+  @property
+  def sparsity(self) -> float:
+    """The one sparsity this structure has: 1 - 1/blocks."""
+    return 1 - 1 / self.blocks
+
+  def check(self, shape: Any, sparsity: Any, name: str = "scores") -> None:
+    super().check(shape, sparsity, name)
+    if len(shape) < 2 or any(size % self.blocks for size in shape[-2:]):
+      raise ValueError(
+        f"{name}: shape {shape} cannot be cut into {self.blocks} diagonal "
+        "blocks of equal size; choose a divisor of its last two dimensions, or "
+        "leave it out with filter_fn"
+      )
+
+  def mask(self, scores: jax.Array, sparsity: Any) -> jax.Array:
+    """Keep the pattern, from the moment that the sparsity is not 0."""
+    scores = jnp.asarray(scores)
+    self.check(scores.shape, 0.0)
+    rows, columns = (
+      np.arange(size) % self.blocks
+      if self.strided
+      else np.arange(size) * self.blocks // size
+      for size in scores.shape[-2:]
+    )
+    pattern = rows[:, None] == columns[None, :]
+    kept = jnp.where(jnp.asarray(sparsity) > 0, pattern, True)
+    # Read the scores, so that the mask is laid out like them on a mesh.
+    mask = jnp.broadcast_to(kept, scores.shape) & (scores == scores)
+    return mask.astype(mask_calculator.MASK_DTYPE)

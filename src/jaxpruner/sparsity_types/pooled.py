@@ -1,0 +1,123 @@
+"""Types whose unit is a block or a channel: whole units are kept or removed."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxpruner.sparsity_types.base import (
+  Array,
+  Shape,
+  SparsityType,
+  check_axis,
+  check_has_axis,
+  pairwise_sum,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Block(SparsityType):
+  """Keep or remove whole blocks of the last two dimensions.
+
+  Edge blocks are smaller where the shape does not divide. Leading dimensions
+  (stacked layers, convolution windows) hold separate blocks.
+  """
+
+  block_shape: tuple[int, int] = (4, 4)
+  use_avg_pooling: bool = True
+
+  def __post_init__(self):
+    shape = self.block_shape
+    if (
+      not isinstance(shape, Sequence)
+      or len(shape) != 2
+      or not all(type(side) is int and side > 0 for side in shape)
+    ):
+      raise ValueError(
+        f"Block: block_shape={shape!r} must be two integers of at least 1, "
+        "such as (4, 4)"
+      )
+    object.__setattr__(self, "block_shape", tuple(shape))
+    if not isinstance(self.use_avg_pooling, bool):
+      raise ValueError(
+        f"Block: use_avg_pooling={self.use_avg_pooling!r} must be True or False"
+      )
+
+  def _units(self, shape: Shape) -> tuple[Shape, Shape]:
+    """Return the leaf's shape as at least 2-D, and the shape of its units."""
+    matrix = (1, *shape)[-2:] if len(shape) < 2 else shape
+    rows, columns = (
+      -(-size // side)
+      for size, side in zip(matrix[-2:], self.block_shape, strict=True)
+    )
+    return matrix, (*matrix[:-2], rows, columns)
+
+  def check(self, shape: Shape, sparsity: Any, name: str = "scores") -> None:
+    super().check(shape, sparsity, name)
+    if not shape:
+      raise ValueError(
+        f"{name}: a scalar has no blocks; leave it out with filter_fn"
+      )
+
+  def pool(self, scores: Array) -> Array:
+    matrix, (*lead, rows, columns) = self._units(scores.shape)
+    height, width = self.block_shape
+    padding = [(0, 0)] * len(lead) + [
+      (0, rows * height - matrix[-2]),
+      (0, columns * width - matrix[-1]),
+    ]
+    split = (*lead, rows, height, columns, width)
+    scores = scores.reshape(matrix).astype(jnp.float32)
+
+    def blocks(x, fill):
+      if any(extra for _, extra in padding):
+        x = jnp.pad(x, padding, constant_values=fill)
+      return x.reshape(split)
+
+    if not self.use_avg_pooling:
+      return jnp.max(blocks(scores, -jnp.inf), axis=(-3, -1))
+    total = pairwise_sum(pairwise_sum(blocks(scores, 0), -1), -2)
+    ones = jnp.ones(matrix, jnp.float32)
+    return total / jnp.sum(blocks(ones, 0), axis=(-3, -1))
+
+  def expand(self, units: Array, shape: Shape) -> Array:
+    matrix, (*lead, rows, columns) = self._units(shape)
+    height, width = self.block_shape
+    mask = jnp.broadcast_to(
+      units[..., :, None, :, None], (*lead, rows, height, columns, width)
+    ).reshape(*lead, rows * height, columns * width)
+    return mask[..., : matrix[-2], : matrix[-1]].reshape(shape)
+
+  def units(self, shape: Shape) -> int:
+    return math.prod(self._units(shape)[1])
+
+
+@dataclasses.dataclass(frozen=True)
+class Channel(SparsityType):
+  """Keep or remove whole slices along `axis`, by their mean score."""
+
+  axis: int = -1
+
+  def __post_init__(self):
+    check_axis(self, self.axis)
+
+  def check(self, shape: Shape, sparsity: Any, name: str = "scores") -> None:
+    super().check(shape, sparsity, name)
+    check_has_axis(self, shape, self.axis, name)
+
+  def pool(self, scores: Array) -> Array:
+    channels = self.axis % scores.ndim
+    total = scores.astype(jnp.float32)
+    for axis in reversed(range(scores.ndim)):
+      if axis != channels:
+        total = pairwise_sum(total, axis)
+    return total / (scores.size // scores.shape[channels])
+
+  def expand(self, units: Array, shape: Shape) -> Array:
+    return jax.lax.broadcast_in_dim(units, shape, (self.axis % len(shape),))
+
+  def units(self, shape: Shape) -> int:
+    return shape[self.axis]
