@@ -315,7 +315,8 @@ def _schedule(cls, config) -> sparsity_schedules.BaseSchedule:
     )
   if not isinstance(kind, str) or kind not in spelling.SCHEDULES:
     raise ValueError(
-      f"schedule={kind!r} is unknown; {_leaves.nearest(kind, spelling.SCHEDULES)}"
+      f"schedule={kind!r} is unknown; "
+      f"{_leaves.nearest(kind, spelling.SCHEDULES)}"
     )
   if kind == "one_shot":
     return sparsity_schedules.OneShotSchedule(target_step=start)

@@ -613,8 +613,8 @@ class BaseUpdater:
     for (names, _), chosen in zip(leaves, kinds, strict=True):
       if isinstance(chosen, type) or not hasattr(chosen, "mask"):
         raise ValueError(
-          f"sparsity_type gives {chosen!r} for {_leaves.join(names)!r}; it must "
-          "return a sparsity type, such as Unstructured()"
+          f"sparsity_type gives {chosen!r} for {_leaves.join(names)!r}; it "
+          "must return a sparsity type, such as Unstructured()"
         )
     return kinds
 

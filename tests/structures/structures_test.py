@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import jaxpruner
-from jaxpruner import structures
+from jaxpruner import sparsity_types, structures
 
 seeds = st.integers(0, 2**32 - 1)
 
