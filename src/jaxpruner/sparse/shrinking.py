@@ -83,8 +83,8 @@ class Shrunk:
       if np.size(x) > 1 and name in {r.name for r in self.removed}:
         raise ValueError(
           f"{_leaves.join(_leaves.path_names(path))}: shape {np.shape(x)} "
-          f"belongs to the shrunk parameter {name!r} of shape {shape}, but not weight "
-          "by weight; initialise this optimizer anew on the shrunk parameters"
+          f"belongs to the shrunk parameter {name!r} of shape {shape}, but not "
+          "weight by weight; initialise this optimizer anew on the shrunk parameters"
         )
       return x
 
