@@ -84,7 +84,8 @@ class Shrunk:
         raise ValueError(
           f"{_leaves.join(_leaves.path_names(path))}: shape {np.shape(x)} "
           f"belongs to the shrunk parameter {name!r} of shape {shape}, but not "
-          "weight by weight; initialise this optimizer anew on the shrunk parameters"
+          "weight by weight; initialise this optimizer anew on the shrunk "
+          "parameters"
         )
       return x
 
