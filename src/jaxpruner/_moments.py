@@ -12,17 +12,14 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpruner import _leaves
+from jaxpruner import _leaves, program
 from jaxpruner._leaves import PyTree
-from jaxpruner.program import evaluate as _jaxprs
+from jaxpruner.program import Node, Var
+from jaxpruner.program.owners import Owners, per_weight
+from jaxpruner.program.primitives import ELEMENTWISE
 
 # What computes each weight's number from that weight's numbers alone.
-_ELEMENTWISE = frozenset(
-  "abs add and broadcast_in_dim cbrt clamp convert_element_type copy div eq "
-  "erf exp exp2 expm1 ge gt integer_pow is_finite le log log1p logistic lt max "
-  "min mul ne neg not or pow rsqrt select_n sign sqrt square stop_gradient sub "
-  "tanh xor".split()
-)
+_PER_WEIGHT = ELEMENTWISE | {"broadcast_in_dim"}
 
 
 def keepers(
@@ -41,12 +38,14 @@ def keepers(
     fresh: a new state; None if pruned weights' moments need not be fresh.
     held: whether the optimizer rests.
   """
-  table = _table(params, kept)
+  owners, leaves = Owners(params), jax.tree.leaves(params)
 
   def keeper(path, old, new=None):
-    param, mask = _owner(table, path)
-    if new is None or mask is None or not _per_weight(old, param):
-      mask = None
+    owner = owners.find(path)
+    mask = None
+    if new is not None and owner is not None:
+      fits = per_weight(old, np.shape(leaves[owner]))
+      mask = kept[owner] if fits else None
 
     def keep(value):
       if held is not False:
@@ -80,40 +79,47 @@ def update(
     new, treedef = jax.tree.flatten(new)
     kept = [fn(value) for fn, value in zip(keep, new, strict=True)]
     return updates, treedef.unflatten(kept)
-  closed, shapes = jax.make_jaxpr(step, return_shape=True)(state)
-  updates, treedef = jax.tree.structure(shapes).children()
-  outs = closed.jaxpr.outvars[updates.num_leaves :]
-  early = {}
-  if len(set(map(id, outs))) == len(outs):
-    early = dict(zip(map(id, outs), keep, strict=True))
-  early = _apart(closed.jaxpr.eqns, early)
+  traced = program.trace(step, state, open_calls=False, unroll=0)
+  updates, treedef = traced.out_tree.children()
+  outs = traced.outputs[updates.num_leaves :]
+  early: dict[Var, Callable[[Any], Any]] = {}
+  if len(set(outs)) == len(outs):
+    early = _elementwise_only(traced.nodes, dict(zip(outs, keep, strict=True)))
 
-  def run(eqn, inputs):
-    values = _jaxprs.bind(eqn, inputs)
+  def visit(node: Node, inputs: list[Any]) -> list[Any]:
+    values = program.bind(node, inputs)
     return [
-      early[id(out)](value) if id(out) in early else value
-      for out, value in zip(eqn.outvars, values, strict=True)
+      early[out](value) if out in early else value
+      for out, value in zip(node.outputs, values, strict=True)
     ]
 
-  values = _jaxprs.evaluate(closed.jaxpr, closed.consts, leaves, run)
-  new = values[updates.num_leaves :]
-  for i, out in enumerate(outs):
-    if id(out) not in early:
-      new[i] = keep[i](new[i])
+  values = program.run(traced, leaves, visit)
+  new = [
+    value if out in early else fn(value)
+    for out, fn, value in zip(
+      outs, keep, values[updates.num_leaves :], strict=True
+    )
+  ]
   values = values[: updates.num_leaves]
   return updates.unflatten(values), treedef.unflatten(new)
 
 
-def _apart(eqns: list[Any], wanted: dict[int, Any]) -> dict[int, Any]:
-  """Return those of `wanted` made by `eqns`; none if their entries mix."""
-  made = {id(out) for eqn in eqns for out in eqn.outvars}
-  found = {key: fn for key, fn in wanted.items() if key in made}
+def _elementwise_only(
+  nodes: list[Node], wanted: dict[Var, Callable[[Any], Any]]
+) -> dict[Var, Callable[[Any], Any]]:
+  """Return those of `wanted` that `nodes` compute, or none of them.
+
+  None if an operation that is not elementwise reads one of them, or anything
+  computed from one: then entries of different weights may mix.
+  """
+  made = {out for node in nodes for out in node.outputs}
+  found = {out: fn for out, fn in wanted.items() if out in made}
   seen = set(found)
-  for eqn in eqns:
-    if any(id(atom) in seen for atom in eqn.invars):
-      if not _jaxprs.consists_of(eqn, _ELEMENTWISE):
+  for node in nodes:
+    if not seen.isdisjoint(node.inputs):
+      if not program.consists_of(node, _PER_WEIGHT):
         return {}
-      seen.update(map(id, eqn.outvars))
+      seen.update(node.outputs)
   return found
 
 
@@ -124,17 +130,17 @@ def unmatched(state: PyTree, params: PyTree, keep: list[Any]) -> list[str]:
   ones are such: no entry belongs to one weight by its place, so none can be
   made fresh when a weight grows.
   """
-  table = _table(params, keep)
-  pruned = {p: leaf for p, (leaf, kept) in table.items() if kept is not None}
-  size = sum(leaf.size for leaf in pruned.values())
+  owners, leaves = Owners(params), jax.tree.leaves(params)
+  pruned = [i for i, kept in enumerate(keep) if kept is not None]
+  size = sum(leaves[i].size for i in pruned)
 
   def speaks_of_pruned(path, leaf) -> bool:
-    param, kept = _owner(table, path)
-    if param is not None:
-      return kept is not None and not _per_weight(leaf, param)
+    owner = owners.find(path)
+    if owner is not None:
+      return owner in pruned and not per_weight(leaf, leaves[owner].shape)
     inside = any(
       path[start : start + len(p)] == p
-      for p in pruned
+      for p in (owners.paths[i] for i in pruned)
       for start in range(len(path) - len(p))
     )
     return inside or np.size(leaf) >= size
@@ -144,22 +150,3 @@ def unmatched(state: PyTree, params: PyTree, keep: list[Any]) -> list[str]:
     for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]
     if np.size(leaf) > 1 and speaks_of_pruned(path, leaf)
   ]
-
-
-def _table(params: PyTree, keep: list[Any]) -> dict[Any, Any]:
-  leaves = jax.tree_util.tree_flatten_with_path(params)[0]
-  return {
-    path: (leaf, kept) for (path, leaf), kept in zip(leaves, keep, strict=True)
-  }
-
-
-def _owner(table: dict[Any, Any], path: tuple[Any, ...]) -> tuple[Any, Any]:
-  for start in range(len(path) + 1):
-    if path[start:] in table:
-      return table[path[start:]]
-  return None, None
-
-
-def _per_weight(leaf: Any, param: Any) -> bool:
-  shape = np.shape(leaf)
-  return shape == param.shape or shape[1:] == param.shape

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import jax
-import jax.extend.core
 import jax.numpy as jnp
 
-from jaxpruner import mask_calculator
+from jaxpruner import mask_calculator, program
+from jaxpruner.program import jaxprs
 from jaxpruner.sparsity_types import check_sparsity
 
 Array: TypeAlias = jax.Array
@@ -58,7 +58,8 @@ def sparsify(
 
   The function is traced, and the results of `jax.nn` functions are passed
   through `activation` where they arise: `apply` of Flax and Haiku, a call of
-  Equinox or NNX. Not reached: activations inside `scan`, `while` and `cond`,
+  Equinox or NNX. Not reached: activations inside `scan`, `while`, `cond`
+  and `checkpoint`,
   and functions without a name of their own (gelu). A function in which nothing
   is found is refused. Differentiate, jit and vmap the result as you like.
 
@@ -132,39 +133,24 @@ def _interpret(fn, args, kwargs, at_site, names) -> Any:
     shape.append(structure)
     return out
 
+  def visit(node, values):
+    name = _function_name(node.eqn)
+    if name not in names and node.name == "jit":
+      return program.run(jaxprs.callee(node.eqn), values, visit)
+    results = program.bind(node, values)
+    return [at_site(name, x) for x in results] if name in names else results
+
   inputs = [flat[i] for i in arrays]
-  closed = jax.make_jaxpr(call)(*inputs)
-  out = _evaluate(closed.jaxpr, closed.consts, inputs, at_site, names)
+  out = program.run(jax.make_jaxpr(call)(*inputs), inputs, visit)
   return shape[-1].unflatten(out)
 
 
-def _evaluate(jaxpr, consts, inputs, at_site, names) -> list[Any]:
-  values = dict(zip(jaxpr.constvars, consts, strict=True))
-  values |= dict(zip(jaxpr.invars, inputs, strict=True))
-  is_literal = lambda v: isinstance(v, jax.extend.core.Literal)
-  read = lambda v: v.val if is_literal(v) else values[v]
-  for eqn in jaxpr.eqns:
-    given = [read(v) for v in eqn.invars]
-    name = _name(eqn)
-    inner = eqn.params.get("jaxpr")
-    if name not in names and eqn.primitive.name in ("jit", "pjit"):
-      out = _evaluate(inner.jaxpr, inner.consts, given, at_site, names)
-    else:
-      needed = list({v: None for v in eqn.invars if not is_literal(v)})
-      alone = jaxpr.replace(
-        eqns=[eqn], constvars=[], invars=needed, outvars=eqn.outvars
-      )
-      run = jax.extend.core.jaxpr_as_fun(jax.extend.core.ClosedJaxpr(alone, ()))
-      out = run(*(values[v] for v in needed))
-      if name in names:
-        out = [at_site(name, x) for x in out]
-    values.update(zip(eqn.outvars, out, strict=True))
-  return [read(v) for v in jaxpr.outvars]
-
-
-def _name(eqn: Any) -> str:
-  """Return the function an equation stands for."""
-  inner = eqn.params.get("call_jaxpr")  # of a custom derivative
-  if inner is not None and len(inner.eqns) == 1:
-    return _name(inner.eqns[0])
-  return eqn.params.get("name", eqn.primitive.name)
+def _function_name(eqn: Any) -> str:
+  """Return the name of the function an equation stands for."""
+  if eqn.primitive.name in ("custom_jvp_call", "custom_vjp_call"):
+    inner = jaxprs.opened(jaxprs.callee(eqn))[0].eqns
+    if len(inner) == 1:
+      return _function_name(inner[0])
+  return (
+    eqn.params["name"] if eqn.primitive.name == "jit" else eqn.primitive.name
+  )

@@ -7,28 +7,46 @@ count is linear in the densities and is kept per parameter: trace once, then
 price any mask.
 """
 
+import collections
+import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
+from jaxpruner import _leaves, program
+from jaxpruner.program import Node, jaxprs
+from jaxpruner.program.primitives import (
+  CASTS,
+  CONTROL,
+  COPIES,
+  KNOWN,
+  RESHAPES,
+)
+
 PyTree = Any
 
 # Primitives through which a weight stays the same weights, relaid or scaled.
-_RELAY = frozenset(
-  "reshape transpose convert_element_type squeeze expand_dims "
-  "broadcast_in_dim copy copy_p rev select_n mul div neg "
-  "sharding_constraint optimization_barrier reduce_precision".split()
+_SAME_WEIGHTS = (
+  RESHAPES | CASTS | COPIES | {"div", "mul", "neg", "rev", "select_n"}
 )
 
 
 class Flops(NamedTuple):
-  """FLOPs of one call, dense: per parameter path, and all the rest."""
+  """FLOPs of one call, dense.
+
+  Attributes:
+    leaves: path of a parameter -> FLOPs of its products.
+    other: FLOPs of products without a parameter.
+    unknown: primitives that `jaxpruner.program` does not know (kernels of
+      other libraries, say); nothing is counted for them.
+  """
 
   leaves: dict[str, float]
   other: float
+  unknown: tuple[str, ...] = ()
 
   def total(self, densities: Mapping[str, float] | None = None) -> float:
     """Return the FLOPs with each named parameter at its density.
@@ -43,8 +61,12 @@ class Flops(NamedTuple):
 
 
 def path_name(path: tuple[Any, ...]) -> str:
-  """Return a key path as `a/b/kernel`."""
-  return jax.tree_util.keystr(path, simple=True, separator="/")
+  """Return a key path as `a/b/kernel`, without wrappers such as NNX's `value`.
+
+  >>> path_name((jax.tree_util.DictKey("a"), jax.tree_util.GetAttrKey("value")))
+  'a'
+  """
+  return _leaves.join(_leaves.path_names(path))
 
 
 def count_flops(fn: Callable[..., Any], params: PyTree, *args: Any) -> Flops:
@@ -69,15 +91,15 @@ def count_flops(fn: Callable[..., Any], params: PyTree, *args: Any) -> Flops:
     >>> report.count_flops(lambda p, x: x @ p["w"], {"w": w}, x).total()
     128.0
   """
-  closed = jax.make_jaxpr(fn)(params, *args)
+  traced = program.trace(fn, params, *args, unroll=0)
   named, _ = jax.tree_util.tree_flatten_with_path(params)
   owners: list[str | None] = [
     path_name(path) if np.ndim(leaf) >= 2 else None for path, leaf in named
   ]
-  owners += [None] * (len(closed.jaxpr.invars) - len(owners))
-  leaves: dict[str, float] = {}
-  other = _walk(closed.jaxpr, owners, 1.0, leaves)[0]
-  return Flops(leaves, other)
+  owners += [None] * (len(traced.inputs) - len(owners))
+  count = _Count()
+  count.run(traced, owners)
+  return Flops(dict(count.leaves), count.other, tuple(sorted(count.unknown)))
 
 
 def leaf_densities(masks: PyTree) -> dict[str, float]:
@@ -116,101 +138,115 @@ def count_weights(params: PyTree, masks: PyTree = None) -> int:
   return total - sum(int(m.size - np.count_nonzero(m)) for m in masked)
 
 
-def _walk(jaxpr, owners, times, leaves) -> tuple[float, list[str | None]]:
-  """Add the FLOPs of `jaxpr` to `leaves`; return (rest, owners of outputs)."""
-  owner = dict(zip(jaxpr.invars, owners, strict=True))
-  other = 0.0
+@dataclasses.dataclass
+class _Count:
+  """Counts FLOPs; values are the parameters that hold them, or None.
 
-  def of(var) -> str | None:
-    # Literals are unhashable in some versions and never a parameter.
-    return None if hasattr(var, "val") else owner.get(var)
+  Attributes:
+    times: how often what is visited now runs.
+  """
 
-  for eqn in jaxpr.eqns:
-    name = eqn.primitive.name
-    incoming = [of(var) for var in eqn.invars]
-    outgoing: list[str | None] = [None] * len(eqn.outvars)
-    flops = _own_flops(eqn)
-    inner = _inner_jaxprs(eqn)
-    if flops:
-      weight = next((o for o in incoming if o is not None), None)
-      if weight is None:
-        other += times * flops
-      else:
-        leaves[weight] = leaves.get(weight, 0.0) + times * flops
-    elif inner:
-      rest, outgoing = _walk_inner(eqn, inner, incoming, times, leaves)
-      other += rest
-    elif name in _RELAY:
-      sources = {
-        (o, v.aval.size)
-        for o, v in zip(incoming, eqn.invars, strict=True)
-        if o is not None
-      }
-      if len(sources) == 1:
-        source, size = sources.pop()
-        if all(v.aval.size == size for v in eqn.outvars):
-          outgoing = [source] * len(eqn.outvars)
-    owner.update(zip(eqn.outvars, outgoing, strict=True))
-  return other, [of(var) for var in jaxpr.outvars]
+  times: float = 1.0
+  leaves: dict[str, float] = dataclasses.field(
+    default_factory=lambda: collections.defaultdict(float)
+  )
+  other: float = 0.0
+  unknown: set[str] = dataclasses.field(default_factory=set)
+
+  @property
+  def total(self) -> float:
+    return self.other + sum(self.leaves.values())
+
+  def run(self, traced: Any, owners: Sequence[str | None]) -> list[Any]:
+    return program.run(traced, owners, self.visit, constant=lambda var: None)
+
+  def enter(self, body: Any, owners: Sequence[str | None], times: float = 1):
+    """Return the count of a body that runs `times` as often."""
+    inner = _Count(self.times * times)
+    inner.run(program.read(body, open_calls=True), owners)
+    return inner
+
+  def add(self, inner: "_Count") -> None:
+    self.other += inner.other
+    self.unknown |= inner.unknown
+    for leaf, flops in inner.leaves.items():
+      self.leaves[leaf] += flops
+
+  def visit(self, node: Node, owners: list[str | None]) -> list[str | None]:
+    """Count an operation; return which parameter its results still are."""
+    if node.name in _FLOPS:
+      self._product(node, owners)
+    elif bodies := jaxprs.bodies(node.eqn):
+      self.add(self._control(node, bodies, owners))
+    elif node.name in _SAME_WEIGHTS:
+      return _followed(node, owners)
+    elif node.name not in KNOWN:
+      self.unknown.add(node.name)
+    return [None] * len(node.outputs)
+
+  def _product(self, node: Node, owners: list[str | None]) -> None:
+    flops = self.times * _FLOPS[node.name](node)
+    weight = next((o for o in owners if o is not None), None)
+    if weight is None:
+      self.other += flops
+    else:
+      self.leaves[weight] += flops
+
+  def _control(
+    self, node: Node, bodies: list[Any], owners: list[str | None]
+  ) -> "_Count":
+    """Return the count of an operation that holds other programs."""
+    if node.name == "scan":
+      return self.enter(bodies[0], owners, node.params["length"])
+    if node.name == "cond":
+      branches = [self.enter(body, owners[1:]) for body in bodies]
+      return max(branches, key=lambda count: count.total)
+    if node.name == "shard_map":
+      return self.enter(bodies[0], owners, node.params["mesh"].size)
+    for body in bodies:
+      inputs = jaxprs.opened(body)[0].invars
+      if self.enter(body, [None] * len(inputs)).total:
+        loop = node.name in CONTROL
+        raise program.unsupported(
+          "count_flops",
+          node,
+          "it has matrix products inside and no known number of iterations",
+          "use scan, or fori_loop with static bounds"
+          if loop
+          else "count a version of the function without it",
+          next((owner for owner in owners if owner is not None), ""),
+        )
+    if node.name not in KNOWN:
+      self.unknown.add(node.name)
+    return _Count()
 
 
-def _walk_inner(eqn, inner, incoming, times, leaves):
-  """Count a call-like primitive through the jaxprs it carries."""
-  name = eqn.primitive.name
-  outs: list[str | None] = [None] * len(eqn.outvars)
-  if name == "cond":
-    counts = []
-    for branch in inner:
-      mine: dict[str, float] = {}
-      rest, _ = _walk(branch, incoming[1:], times, mine)
-      counts.append((rest + sum(mine.values()), rest, mine))
-    _, rest, mine = max(counts, key=lambda c: c[0])
-    for leaf, flops in mine.items():
-      leaves[leaf] = leaves.get(leaf, 0.0) + flops
-    return rest, outs
-  if name == "while":
-    mine = {}
-    unknown = [None] * len(inner[-1].invars)
-    rest, _ = _walk(inner[-1], unknown, times, mine)
-    if rest or mine:
-      raise ValueError(
-        "count_flops: a while_loop with matrix products has no fixed cost; "
-        "use scan, or fori_loop with static bounds"
-      )
-    return 0.0, outs
-  if name == "scan":
-    rest, _ = _walk(inner[0], incoming, times * eqn.params["length"], leaves)
-    return rest, outs
-  body = inner[0]
-  # custom_vjp_call and friends may pass constants first: align at the end.
-  given = incoming[len(incoming) - len(body.invars) :]
-  rest, found = _walk(body, given, times, leaves)
-  return rest, found if len(found) == len(outs) else outs
+def _followed(node: Node, owners: list[str | None]) -> list[str | None]:
+  """Return the one parameter that the results are, relaid or scaled."""
+  if len(node.outputs) == len(node.inputs) > 1:  # a barrier for several arrays
+    return owners
+  sources = {
+    (owner, math.prod(v.shape))
+    for owner, v in zip(owners, node.inputs, strict=True)
+    if owner is not None
+  }
+  owner, size = sources.pop() if len(sources) == 1 else (None, None)
+  same = all(math.prod(v.shape) == size for v in node.outputs)
+  return [owner if same else None] * len(node.outputs)
 
 
-def _inner_jaxprs(eqn) -> list[Any]:
-  found = []
-  for key, value in eqn.params.items():
-    if key in ("jvp_jaxpr_fun", "fwd_jaxpr_thunk", "bwd", "jvp_jaxpr_thunk"):
-      continue
-    for item in value if isinstance(value, tuple | list) else (value,):
-      item = getattr(item, "jaxpr", item)
-      if hasattr(item, "eqns"):
-        found.append(item)
-  return found
+def _dot_flops(node: Node) -> float:
+  (contract, _), _ = node.params["dimension_numbers"]
+  depth = math.prod(node.inputs[0].shape[axis] for axis in contract)
+  return 2.0 * depth * math.prod(node.outputs[0].shape)
 
 
-def _own_flops(eqn) -> float:
-  name = eqn.primitive.name
-  if name == "dot_general":
-    (contract, _), _ = eqn.params["dimension_numbers"]
-    shape = eqn.invars[0].aval.shape
-    depth = math.prod(shape[axis] for axis in contract)
-    return 2.0 * depth * math.prod(eqn.outvars[0].aval.shape)
-  if name == "conv_general_dilated":
-    numbers = eqn.params["dimension_numbers"]
-    kernel = eqn.invars[1].aval.shape
-    per_output = math.prod(kernel) / kernel[numbers.rhs_spec[0]]
-    zeros = math.prod(eqn.params["lhs_dilation"])
-    return 2.0 * per_output * math.prod(eqn.outvars[0].aval.shape) / zeros
-  return 0.0
+def _conv_flops(node: Node) -> float:
+  kernel = node.inputs[1].shape
+  numbers = node.params["dimension_numbers"]
+  per_output = math.prod(kernel) / kernel[numbers.rhs_spec[0]]
+  zeros = math.prod(node.params["lhs_dilation"])
+  return 2.0 * per_output * math.prod(node.outputs[0].shape) / zeros
+
+
+_FLOPS = {"conv_general_dilated": _conv_flops, "dot_general": _dot_flops}

@@ -18,12 +18,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpruner.program.trace import Node, Program, Var
+from jaxpruner import program as _program
+from jaxpruner.program import Node, Program, Var, windows
+from jaxpruner.program.primitives import CASTS, COPIES, VIEWS
 
-_VIEWS = frozenset(
-  """transpose convert_element_type reshape squeeze slice broadcast_in_dim copy
-  copy_p split""".split()
-)
+# Operations of one operand through which a weight stays the same weights.
+_FOLLOWED = VIEWS | CASTS | COPIES
 # Names of the running mean of a normalisation, and of the variance beside it.
 _NORMS = {
   "mean": "var",
@@ -52,15 +52,14 @@ class View(NamedTuple):
     """Return which element of the parameter each element is."""
     at: Any = np.arange(math.prod(shape), dtype=np.int32).reshape(shape)
     for node, output in self.chain:
-      if node.name != "convert_element_type":
-        at = node.primitive.bind(at, **node.params)
-        at = at[output] if node.primitive.multiple_results else at
+      if node.name not in CASTS:  # an index has no fraction to round
+        at = _program.bind(node, [at])[output]
     return np.asarray(at)
 
 
 @dataclasses.dataclass(frozen=True)
-class Probe:
-  """Activations that a weight multiplies, and how to lay them out."""
+class Site:
+  """A place where activations meet a weight, and how to lay them out."""
 
   x: Var
   kind: str
@@ -80,8 +79,8 @@ class Part:
   view: View
   arrange: Callable[[Any], Any]
   shape: tuple[int, ...]
-  probes: list[Probe]
-  run: int  # inputs that lie in one run: channels of a convolution
+  sites: list[Site]
+  run_length: int  # inputs side by side: channels of a convolution
   bias: int | None = None
   position: int = -1
 
@@ -113,7 +112,7 @@ class Graph:
   norms: list[Norm]
   other: dict[int, set[str]]  # leaf -> operations that forbid pruning it
   moving: set[Var]  # what depends on the batch
-  position: dict[Probe, int]  # the first operation that reads it
+  position: dict[Site, int]  # the first operation that reads it
 
 
 def find(program: Program, names: Sequence[tuple[str, ...]]) -> Graph:
@@ -123,44 +122,89 @@ def find(program: Program, names: Sequence[tuple[str, ...]]) -> Graph:
     program: a traced function; its first inputs are the parameters.
     names: the path of each parameter.
   """
-  views = {v: View(i) for i, v in enumerate(program.inputs[: len(names)])}
-  shapes = [v.shape for v in program.inputs]
-  graph = Graph(program, [], [], {}, set(program.inputs[len(names) :]), {})
-  users: dict[Var, list[Node]] = {}
-  for node in program.nodes:
-    for v in node.inputs:
-      users.setdefault(v, []).append(node)
-  products: list[tuple[Part, Node]] = []
+  finder = _Finder(program, names)
   for position, node in enumerate(program.nodes):
-    weights = [v for v in node.inputs if v in views]
-    if not any(v in graph.moving for v in node.inputs):
-      if len(weights) == 1 and node.name in _VIEWS:
-        for i, out in enumerate(node.outputs):
-          views[out] = views[weights[0]].then(node, i)
-        continue
-    else:
-      graph.moving.update(node.outputs)
-      part = _product(node, views, graph.moving)
-      if part is not None:
-        graph.position.setdefault(part.probes[0], position)
-        products.append((part, node))
-        continue
-      norm = _norm(node, position, views, graph.moving, names, shapes)
-      if norm is not None:
-        graph.norms.append(norm)
-    for v in weights:
-      graph.other.setdefault(views[v].leaf, set()).add(node.name)
+    finder.visit(position, node)
   for v in program.outputs:
-    if v in views:
-      graph.other.setdefault(views[v].leaf, set()).add("output")
-  graph.parts = _merged(products, graph.position, shapes)
-  for part, node in products:  # a bias may be shaped after the product
-    part.bias = _bias(node, users, views, part.shape, shapes)
-  for leaf in {p.leaf for p in graph.parts}:
-    sizes = [math.prod(p.shape) for p in graph.parts if p.leaf == leaf]
+    if v in finder.views:
+      finder.forbid(finder.views[v].leaf, "output")
+  shapes = finder.shapes
+  parts = _merged(finder.products, finder.position, shapes)
+  users = program.users()
+  for part, node in finder.products:  # a bias may be shaped after the product
+    part.bias = _bias(node, users, finder.views, part.shape, shapes)
+  for leaf in {p.leaf for p in parts}:
+    sizes = [math.prod(p.shape) for p in parts if p.leaf == leaf]
     if sum(sizes) > math.prod(shapes[leaf]):
-      graph.other.setdefault(leaf, set()).add("products in several layouts")
-  return graph
+      finder.forbid(leaf, "products in several layouts")
+  return Graph(
+    program,
+    parts,
+    finder.norms,
+    finder.other,
+    finder.moving,
+    finder.position,
+  )
+
+
+class _Finder:
+  """Follows parameters and activations through a program.
+
+  Attributes:
+    views: variables that are a parameter, or part of one, in another shape.
+    moving: variables that depend on the batch.
+    products: weights of products, with the product.
+    norms: normalisations by running statistics.
+    other: leaf -> operations that forbid pruning it.
+    position: the first operation that reads each site.
+  """
+
+  def __init__(self, program: Program, names: Sequence[tuple[str, ...]]):
+    weights, inputs = program.inputs[: len(names)], program.inputs[len(names) :]
+    self.names = names
+    self.shapes = [v.shape for v in weights]
+    self.views = {v: View(i) for i, v in enumerate(weights)}
+    self.moving = set(inputs)
+    self.products: list[tuple[Part, Node]] = []
+    self.norms: list[Norm] = []
+    self.other: dict[int, set[str]] = {}
+    self.position: dict[Site, int] = {}
+
+  def forbid(self, leaf: int, operation: str) -> None:
+    self.other.setdefault(leaf, set()).add(operation)
+
+  def visit(self, position: int, node: Node) -> None:
+    weights = [v for v in node.inputs if v in self.views]
+    if any(v in self.moving for v in node.inputs):
+      self.moving.update(node.outputs)
+      followed = self._meets_activations(position, node)
+    else:
+      followed = self._relaid(node, weights)
+    if not followed:
+      for v in weights:
+        self.forbid(self.views[v].leaf, _program.describe(node.name))
+
+  def _relaid(self, node: Node, weights: Sequence[Var]) -> bool:
+    """Follow a parameter through a change of layout."""
+    if len(weights) != 1 or node.name not in _FOLLOWED or len(node.inputs) > 1:
+      return False
+    for i, out in enumerate(node.outputs):
+      self.views[out] = self.views[weights[0]].then(node, i)
+    return True
+
+  def _meets_activations(self, position: int, node: Node) -> bool:
+    """Note a product or a normalisation; tell whether it was a product."""
+    part = _product(node, self.views, self.moving)
+    if part is not None:
+      self.position.setdefault(part.sites[0], position)
+      self.products.append((part, node))
+      return True
+    norm = _norm(
+      node, position, self.views, self.moving, self.names, self.shapes
+    )
+    if norm is not None:
+      self.norms.append(norm)
+    return False
 
 
 def _merged(products, position, shapes) -> list[Part]:
@@ -177,13 +221,15 @@ def _merged(products, position, shapes) -> list[Part]:
       at = part.indices(shapes[part.leaf])
       key = part.leaf, at.shape, hash(at.tobytes())
     known = found.setdefault(key, part)
-    known.probes += [p for p in part.probes if p not in known.probes]
-    known.position = max(known.position, position[part.probes[0]])
+    known.sites += [s for s in part.sites if s not in known.sites]
+    known.position = max(known.position, position[part.sites[0]])
     products[i] = known, node
   return list(found.values())
 
 
-def _product(node: Node, views: dict[Var, View], moving: set[Var]):
+def _product(
+  node: Node, views: dict[Var, View], moving: set[Var]
+) -> Part | None:
   """Return the weight of a product with activations, or None."""
   if node.name not in ("dot_general", "conv_general_dilated"):
     return None
@@ -194,39 +240,44 @@ def _product(node: Node, views: dict[Var, View], moving: set[Var]):
   if w not in views or x not in moving or views[w].repeats:
     return None
   if node.name == "dot_general":
-    (xc, wc), (xb, wb) = node.params["dimension_numbers"]
-    if left:
-      xc, wc, xb, wb = wc, xc, wb, xb
-    pairs = sorted(zip(wc, xc, strict=True))
-    wc, xc = ([p[i] for p in pairs] for i in (0, 1))
-    arrange = functools.partial(_matrix, batch=tuple(wb), contract=tuple(wc))
-    probe = Probe(x, "dot", (tuple(xb), tuple(xc)))
-    run = math.prod(w.shape[d] for d in wc)
-    return _part(views[w], arrange, w, probe, run)
+    return _dot(node, views[w], x, w, left)
   if left or node.params["batch_group_count"] != 1:
     return None
+  return _conv(node, views[w], x, w)
+
+
+def _dot(node: Node, view: View, x: Var, w: Var, left: bool) -> Part:
+  (xc, wc), (xb, wb) = node.params["dimension_numbers"]
+  if left:
+    xc, wc, xb, wb = wc, xc, wb, xb
+  pairs = sorted(zip(wc, xc, strict=True))
+  wc, xc = ([p[i] for p in pairs] for i in (0, 1))
+  arrange = functools.partial(_matrix, batch=tuple(wb), contract=tuple(wc))
+  site = Site(x, "dot", (tuple(xb), tuple(xc)))
+  return _part(view, arrange, w, site, math.prod(w.shape[d] for d in wc))
+
+
+def _conv(node: Node, view: View, x: Var, w: Var) -> Part:
   spec = node.params["dimension_numbers"]
   groups = node.params["feature_group_count"]
-  window = tuple(w.shape[d] for d in spec.rhs_spec[2:])
   layout = (
+    groups,
     spec.lhs_spec,
-    window,
+    tuple(w.shape[d] for d in spec.rhs_spec[2:]),
     tuple(node.params["window_strides"]),
     tuple(map(tuple, node.params["padding"])),
     tuple(node.params["lhs_dilation"]),
     tuple(node.params["rhs_dilation"]),
-    groups,
   )
   arrange = functools.partial(_kernel, spec=spec.rhs_spec, groups=groups)
-  run = w.shape[spec.rhs_spec[1]]
-  probe = Probe(x, "conv", layout)
-  return _part(views[w], arrange, w, probe, run)
+  site = Site(x, "conv", layout)
+  return _part(view, arrange, w, site, w.shape[spec.rhs_spec[1]])
 
 
-def _part(view: View, arrange, w: Var, probe: Probe, run: int) -> Part:
+def _part(view: View, arrange, w: Var, site: Site, run: int) -> Part:
   like = jax.ShapeDtypeStruct(w.shape, w.dtype)
   shape = jax.eval_shape(arrange, like).shape
-  return Part(view.leaf, view, arrange, shape, [probe], run)
+  return Part(view.leaf, view, arrange, shape, [site], run)
 
 
 def _matrix(w: Any, batch: tuple, contract: tuple) -> Any:
@@ -249,35 +300,11 @@ def _product_rows(x: jax.Array, batch: tuple, contract: tuple) -> jax.Array:
   return x.transpose(*batch, *outer, *contract).reshape(shape)
 
 
-def _window_rows(
-  x: jax.Array, spec, window, strides, padding, dilation, reach, groups
-) -> jax.Array:
+def _window_rows(x: jax.Array, groups: int, *layout: Any) -> jax.Array:
   """Lay every window of a convolution out as a row, channels innermost."""
-  x = x.transpose(spec[0], *spec[2:], spec[1])
-  edges = [
-    (low, high, d - 1) for (low, high), d in zip(padding, dilation, strict=True)
-  ]
-  x = jax.lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), *edges, (0, 0, 0)])
-  sizes = [
-    (n - (k - 1) * d - 1) // s + 1
-    for n, k, d, s in zip(x.shape[1:-1], window, reach, strides, strict=True)
-  ]
-  slices = []
-  for offset in np.ndindex(*window):
-    start = [o * d for o, d in zip(offset, reach, strict=True)]
-    stop = [
-      a + (n - 1) * s + 1 for a, n, s in zip(start, sizes, strides, strict=True)
-    ]
-    slices.append(
-      jax.lax.slice(
-        x,
-        (0, *start, 0),
-        (x.shape[0], *stop, x.shape[-1]),
-        (1, *strides, 1),
-      )
-    )
-  rows = jnp.stack(slices, axis=-2)
-  rows = rows.reshape(-1, len(slices), groups, x.shape[-1] // groups)
+  rows = windows.rows(x, *layout)
+  taps, channels = rows.shape[-2:]
+  rows = rows.reshape(-1, taps, groups, channels // groups)
   rows = rows.transpose(2, 0, 1, 3)
   return rows.reshape(groups, rows.shape[1], -1)
 

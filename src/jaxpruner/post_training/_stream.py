@@ -17,9 +17,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpruner.post_training._graph import Graph, Norm, Part, Probe
-from jaxpruner.program import evaluate as _jaxprs
-from jaxpruner.program.trace import Node, Program, Var
+from jaxpruner import program
+from jaxpruner.post_training._graph import Graph, Norm, Part, Site
+from jaxpruner.program import Node, Program, Var
 
 
 class Cut(NamedTuple):
@@ -103,20 +103,17 @@ class Stream:
   ):
     self._graph, self.leaves, self._cuts = graph, leaves, list(cuts)
     self._gram, self._place = gram, place
-    self._maker = {
-      v: node for node in graph.program.nodes for v in node.outputs
-    }
     self._compiled: dict[str, Callable[..., Any]] = {}
     self._needed = self._liveness()
 
-  def _probes(self, cut: Cut) -> list[Probe | Norm]:
-    probes = [
-      probe
-      for probe, position in self._graph.position.items()
+  def _sites(self, cut: Cut) -> list[Site | Norm]:
+    sites = [
+      site
+      for site, position in self._graph.position.items()
       if position == cut.position
-      and any(probe in p.probes for c in self._cuts for p in c.parts)
+      and any(site in p.sites for c in self._cuts for p in c.parts)
     ]
-    return [*probes, *cut.norms]
+    return [*sites, *cut.norms]
 
   def _liveness(self) -> list[tuple[list[Node], list[Var]]]:
     """Return, per cut, the operations up to it and what is live there."""
@@ -128,8 +125,8 @@ class Stream:
       cut = self._cuts[i]
       start = self._cuts[i - 1].position if i else 0
       after = [v for v in live if v in moving]
-      for probe in self._probes(cut):
-        live[probe.y if isinstance(probe, Norm) else probe.x] = None
+      for site in self._sites(cut):
+        live[site.y if isinstance(site, Norm) else site.x] = None
       kept = []
       for node in reversed(nodes[start : cut.position]):
         if any(v in live for v in node.outputs) and any(
@@ -157,22 +154,22 @@ class Stream:
       count = self._fill(spool, batches)
       kept: dict[Any, tuple[int, Moments]] = {}
       for i, cut in enumerate(self._cuts):
-        probes = [] if self._all_skipped(i, skip) else self._probes(cut)
-        kept |= self._piece(i, probes, spool, count)
+        sites = [] if self._all_skipped(i, skip) else self._sites(cut)
+        kept |= self._piece(i, sites, spool, count)
         yield cut, kept
         later = {
-          probe for c in self._cuts[i + 1 :] for p in c.parts
-          for probe in p.probes
+          site for c in self._cuts[i + 1 :] for p in c.parts
+          for site in p.sites
         }  # fmt: skip
         kept = {k: v for k, v in kept.items() if k in later}
 
   def _all_skipped(self, i: int, skip: Callable[[Cut], bool]) -> bool:
-    probes = set(self._probes(self._cuts[i]))
+    sites = set(self._sites(self._cuts[i]))
     users = [
       c
       for c in self._cuts
       if c is self._cuts[i]
-      or any(probe in probes for p in c.parts for probe in p.probes)
+      or any(site in sites for p in c.parts for site in p.sites)
     ]
     return all(map(skip, users))
 
@@ -196,7 +193,7 @@ class Stream:
     spool.turn(count, self._first)
     return count
 
-  def _piece(self, i, probes, spool, count) -> dict[Any, tuple[int, Moments]]:
+  def _piece(self, i, sites, spool, count) -> dict[Any, tuple[int, Moments]]:
     nodes, after = self._needed[i]
     before = list(self._first) if not i else self._needed[i - 1][1]
     fixed = list(
@@ -206,95 +203,79 @@ class Stream:
         if v not in self._graph.moving and v.value is None
       )
     )
-    memo: dict[Var, Any] = {}
-    held = [self._place(self._fixed(v, memo), False) for v in fixed]
-    memo.clear()
+    held = [self._place(value, False) for value in self._fixed(fixed)]
     means = [
       self._place(self.leaves[p.mean], False)
-      for p in probes
+      for p in sites
       if isinstance(p, Norm)
     ]
-    step = self._compile(nodes, before, fixed, after, probes)
+    step = self._compile(nodes, before, fixed, after, sites)
     sums: Any = [
       jax.tree.map(lambda s: self._place(np.zeros(s.shape, s.dtype), False), m)
-      for m, _ in map(self._moments_like, probes)
+      for m, _ in map(self._moments_like, sites)
     ]
     for batch in range(count):
       live, sums = step(spool.read(batch), held, means, sums)
       spool.write(batch, live)
     spool.turn(count, after)
-    sizes = [size for _, size in map(self._moments_like, probes)]
+    sizes = [size for _, size in map(self._moments_like, sites)]
     return {
       p: (size * count, s)
-      for p, size, s in zip(probes, sizes, sums, strict=True)
+      for p, size, s in zip(sites, sizes, sums, strict=True)
     }
 
-  def _moments_like(self, probe: Probe | Norm) -> tuple[Any, int]:
-    """Return the shapes of a probe's sums, and its tokens per batch."""
-    v = probe.y if isinstance(probe, Norm) else probe.x
+  def _moments_like(self, site: Site | Norm) -> tuple[Any, int]:
+    """Return the shapes of a site's sums, and its tokens per batch."""
+    v = site.y if isinstance(site, Norm) else site.x
     x = jax.eval_shape(
-      functools.partial(_rows, probe, None),
+      functools.partial(_rows, site, None),
       jax.ShapeDtypeStruct(v.shape, v.dtype),
     )
-    gram = self._gram and not isinstance(probe, Norm)
+    gram = self._gram and not isinstance(site, Norm)
     moments = jax.eval_shape(functools.partial(_moments, gram=gram), x)
     return moments, x.shape[1]
 
-  def _fixed(self, var: Var, memo: dict[Var, Any]) -> Any:
-    """Evaluate what depends on parameters alone."""
-    if var.value is not None:
-      return var.value
-    if var not in memo:
-      node = self._maker.get(var)
-      if node is None:
-        memo[var] = self.leaves[self._graph.program.inputs.index(var)]
-      else:
-        outs = _jaxprs.apply(node, [self._fixed(v, memo) for v in node.inputs])
-        memo.update(zip(node.outputs, outs, strict=True))
-    return memo[var]
+  def _fixed(self, fixed: list[Var]) -> list[Any]:
+    """Return the values of variables that depend on parameters alone."""
+    sliced = self._graph.program.slice(fixed)
+    batch = len(sliced.inputs) - len(self.leaves)
+    return program.run(sliced, [*self.leaves, *[None] * batch])
 
-  def _compile(self, nodes, before, fixed, after, probes):
-    wanted = [p.y if isinstance(p, Norm) else p.x for p in probes]
-    piece = Program(nodes, [*before, *fixed], [*after, *wanted], None)
+  def _compile(self, nodes, before, fixed, after, sites):
+    wanted = [s.y if isinstance(s, Norm) else s.x for s in sites]
+    piece = Program(nodes, [*before, *fixed], [*after, *wanted])
     lay = [
       ("norm", p.axis) if isinstance(p, Norm) else (p.kind, p.layout)
-      for p in probes
+      for p in sites
     ]
     # Layers of one shape share one compilation.
     key = repr((piece.signature(), lay, len(before)))
     if key not in self._compiled:
-      step = functools.partial(
-        _step, nodes, before, fixed, after, probes, self._gram
-      )
+      step = functools.partial(_step, piece, sites, self._gram)
       self._compiled[key] = jax.jit(step, donate_argnums=3)
     return self._compiled[key]
 
 
-def _step(nodes, before, fixed, after, probes, gram, live, held, means, sums):
-  env = dict(zip([*before, *fixed], [*live, *held], strict=True))
-
-  def read(v):
-    return v.value if v.value is not None else env[v]
-
-  for node in nodes:
-    outs = _jaxprs.apply(node, [read(v) for v in node.inputs])
-    env.update(zip(node.outputs, outs, strict=True))
+def _step(piece: Program, sites, gram: bool, live, held, means, sums):
+  """Run one piece on one batch: what is live after it, and the new sums."""
+  values = program.run(piece, [*live, *held])
+  after = len(values) - len(sites)
   shifts = iter(means)
   new = []
-  for probe, old in zip(probes, sums, strict=True):
-    norm = isinstance(probe, Norm)
+  for site, old, value in zip(sites, sums, values[after:], strict=True):
+    norm = isinstance(site, Norm)
     shift = next(shifts) if norm else None
-    x = _rows(probe, shift, read(probe.y if norm else probe.x))
+    x = _rows(site, shift, value)
     moments = _moments(x, gram and not norm)
     new.append(jax.tree.map(jnp.add, old, moments))
-  return [read(v) for v in after], new
+  return values[:after], new
 
 
-def _rows(probe: Probe | Norm, shift: Any, x: jax.Array) -> jax.Array:
-  """Return a probe's activations as (groups, tokens, inputs)."""
-  if not isinstance(probe, Norm):
-    return probe.matrix(x)
-  y = jnp.moveaxis(x, probe.axis, -1).astype(jnp.float32)
+def _rows(site: Site | Norm, shift: Any, x: jax.Array) -> jax.Array:
+  """Return a site's activations as (groups, tokens, inputs)."""
+  if not isinstance(site, Norm):
+    return site.matrix(x)
+  y = jnp.moveaxis(x, site.axis, -1).astype(jnp.float32)
   # Around the old mean: E[y²] - E[y]² would lose small variances.
   y = y if shift is None else y - shift
   return y.reshape(1, -1, y.shape[-1])

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpruner import _leaves
+from jaxpruner import program as _program
 from jaxpruner.post_training import _graph, _stream
-from jaxpruner.program import trace as _program
 from jaxpruner.sparsity_distributions import default_filter
 
 ApplyFn: TypeAlias = Callable[[Any, Any], Any]
@@ -69,39 +69,46 @@ class Model:
     first = next(rows, None)
     if first is None:
       raise ValueError("batches is empty; give at least one batch")
-    batch_tree = jax.tree.structure(first)
-
-    def run(leaves, inputs):
-      batch = jax.tree.unflatten(batch_tree, inputs)
-      return apply_fn(self.tree(leaves), batch)
-
-    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self.leaves]
-    inputs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in flat_batch(first)]
-    self.program = _program.trace(run, shapes, inputs)
+    self.program = self._trace(apply_fn, first)
     self.graph = _graph.find(self.program, self.names)
     self.batches = map(flat_batch, itertools.chain([first], rows))
-    self.skipped: dict[str, str] = {}
-    found = {part.leaf for part in self.graph.parts}
-    for i, leaf in enumerate(self.leaves):
-      if not filter_fn(self.names[i], leaf):
-        continue
-      if i in self.graph.other:
-        self.skipped[self.name(i)] = "also used by " + ", ".join(
-          sorted(self.graph.other[i])
-        )
-      elif i not in found:
-        self.skipped[self.name(i)] = "not used by a product"
+    chosen = [
+      i for i, leaf in enumerate(self.leaves) if filter_fn(self.names[i], leaf)
+    ]
+    self.skipped = self._reasons(chosen)
     self.parts = [
       part
       for part in self.graph.parts
-      if part.leaf not in self.graph.other
-      and filter_fn(self.names[part.leaf], self.leaves[part.leaf])
+      if part.leaf in chosen and part.leaf not in self.graph.other
     ]
     if not self.parts:
       raise ValueError(
         "no weight that filter_fn takes is multiplied by activations: "
         f"{self.skipped or 'filter_fn takes no leaf'}"
       )
+
+  def _trace(self, apply_fn: ApplyFn, batch: Any) -> _program.Program:
+    treedef = jax.tree.structure(batch)
+
+    def run(leaves, inputs):
+      return apply_fn(self.tree(leaves), jax.tree.unflatten(treedef, inputs))
+
+    like = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return _program.trace(
+      run, list(map(like, self.leaves)), list(map(like, flat_batch(batch)))
+    )
+
+  def _reasons(self, chosen: list[int]) -> dict[str, str]:
+    """Say why leaves that `filter_fn` takes are not pruned."""
+    found = {part.leaf for part in self.graph.parts}
+    reasons: dict[str, str] = {}
+    for i in chosen:
+      if i in self.graph.other:
+        names = ", ".join(sorted(self.graph.other[i]))
+        reasons[self.name(i)] = f"also used by {names}"
+      elif i not in found:
+        reasons[self.name(i)] = "not used by a product"
+    return reasons
 
   def name(self, leaf: int) -> str:
     return _leaves.join(self.names[leaf])
@@ -144,7 +151,7 @@ def flat_batch(batch: Any) -> list[np.ndarray]:
 
 def statistics(part: _graph.Part, sums: dict[Any, Any]) -> Statistics:
   """Return the means over all the places where a weight is used."""
-  rows = [sums[probe] for probe in part.probes]
+  rows = [sums[site] for site in part.sites]
   count = sum(n for n, _ in rows)
   mean = lambda *x: _local(functools.reduce(jnp.add, x) / count)
   total = jax.tree.map(mean, *(moments for _, moments in rows))

@@ -171,7 +171,7 @@ class _Job:
     leaf = self.leaves[part.leaf]
     at = part.indices(leaf.shape)
     name = self._model.name(part.leaf)
-    return _pattern.of(self._kind, at, leaf.shape, part.run, name)
+    return _pattern.of(self._kind, at, leaf.shape, part.run_length, name)
 
   def keep(self, folder: pathlib.Path) -> None:
     """Keep finished layers in a folder, of this very job only."""

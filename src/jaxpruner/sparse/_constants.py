@@ -12,16 +12,13 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpruner.program.trace import Node, Program, Var
-from jaxpruner.sparse._dims import (
-  CUMULATIVE,
-  ELEMENTWISE,
-  WINDOWS,
-  Dim,
-  Dims,
-  outer_axes,
-  resolve,
-)
+from jaxpruner import program as _program
+from jaxpruner.program import Node, Program, Var
+from jaxpruner.program.primitives import ELEMENTWISE, PRODUCTS, RESHAPES
+from jaxpruner.sparse._dims import Dim, Dims, outer_axes, resolve
+
+# Operations whose result is the same array, relaid or cast.
+RELAID = RESHAPES | {"convert_element_type"}
 
 
 class Known(NamedTuple):
@@ -55,13 +52,13 @@ class Constants:
     self._known: dict[Var, dict[Dim, Known]] = {}
     self._uniform: dict[Var, np.ndarray] = {}
     self._values = dict(values)
-    self._maker = {v: node for node in program.nodes for v in node.outputs}
+    self._maker = program.makers()
     for var, value in values.items():
       self._start(var, value)
     for node in program.nodes:
       for var in node.inputs:
         if var.value is not None and var not in self._values:
-          self._values[var] = np.asarray(var.value)
+          self._values[var] = var.array
           self._start(var, self._values[var])
       layer = self.value(node.outputs[0]) if node.name == "slice" else None
       if layer is not None:
@@ -76,12 +73,12 @@ class Constants:
     """Return an array that is a parameter in another shape, else None."""
     if var not in self._values:
       node = self._maker.get(var)
-      if node is None or node.name not in RESHAPERS | {"slice"}:
+      if node is None or node.name not in RELAID | {"slice"}:
         return None
       value = self.value(node.inputs[0])
       if value is None:
         return None
-      self._values[var] = np.asarray(node.primitive.bind(value, **node.params))
+      self._values[var] = np.asarray(_program.bind(node, [value])[0])
     return self._values[var]
 
   def zero(self, var: Var, axes: Sequence[int], dim: Dim) -> np.ndarray:
@@ -147,71 +144,73 @@ class Constants:
       value = np.zeros(dim.size, out.dtype)
       if where.any():
         value = _apply(node, [k.value for k in known])
-      sure = self._decided(node, known)
+      sure = _short_circuit(node, known)
       value = np.where(sure.where, sure.value.astype(value.dtype), value)
       where = where | sure.where
       if jnp.issubdtype(value.dtype, jnp.inexact):
         where &= np.isfinite(value)
       self._known.setdefault(out, {})[dim] = Known(where, value)
 
-  def _decided(self, node: Node, known: list[Known]) -> Known:
-    """Return what is sure although one operand is not known."""
-    size = known[0].where.size
-    if node.name == "mul":
-      zero = known[0].zero | known[1].zero
-      return Known(zero, np.zeros(size))
-    if node.name == "div":
-      return Known(known[0].zero & ~known[1].zero, np.zeros(size))
-    if node.name == "select_n":
-      cases = known[1:]
-      same = np.logical_and.reduce(
-        [k.where & (k.value == cases[0].value) for k in cases]
-      )
-      return Known(same, cases[0].value)
-    return _nothing(size)
-
   def _move(self, node: Node) -> None:
     """Follow slices through operations that move, repeat or add them."""
     if not node.inputs:
       return
-    first, name = node.inputs[0], node.name
+    first = node.inputs[0]
     for out in node.outputs:
-      if name in _MOVES and first in self._uniform:
+      if node.name in _MOVES and first in self._uniform:
         self._uniform[out] = self._uniform[first]
       for dim in self._free(out):
-        known = [self.at(v, dim) for v in node.inputs]
-        if name in _MOVES or name in _KEEPS:
-          result = known[0]
-        elif name in ("dot_general", "conv_general_dilated"):
-          sides = zip(node.inputs, outer_axes(node), strict=True)
-          zero = [self.zero(v, axes, dim) for v, axes in sides]
-          result = Known(np.logical_or.reduce(zero), np.zeros(dim.size))
-        elif name in _SUMS:
-          terms = _terms(node)
-          where = known[0].zero if terms is None else known[0].where
-          result = Known(where, known[0].value * (terms or 0))
-        elif name in ("concatenate", "pad", "dynamic_update_slice"):
-          parts = known[:2] if name != "concatenate" else known
-          same = [k.where & (k.value == parts[0].value) for k in parts]
-          result = Known(np.logical_and.reduce(same), parts[0].value)
-        else:
-          continue
-        self._known.setdefault(out, {})[dim] = result
+        result = self._moved(node, dim)
+        if result is not None:
+          self._known.setdefault(out, {})[dim] = result
+
+  def _moved(self, node: Node, dim: Dim) -> Known | None:
+    """Return what is known of an operation's results along a dim."""
+    if node.name in PRODUCTS:
+      sides = zip(node.inputs, outer_axes(node), strict=True)
+      zero = [self.zero(v, axes, dim) for v, axes in sides]
+      return Known(np.logical_or.reduce(zero), np.zeros(dim.size))
+    known = [self.at(v, dim) for v in node.inputs]
+    if node.name in _MOVES or node.name in _KEEPS:
+      return known[0]
+    if node.name in _SUMS:
+      terms = _terms(node)
+      where = known[0].zero if terms is None else known[0].where
+      return Known(where, known[0].value * (terms or 0))
+    if node.name in ("concatenate", "stack"):
+      return _agreed(known)
+    if node.name in ("pad", "dynamic_update_slice"):
+      return _agreed(known[:2])
+    return None
 
 
-RESHAPERS = frozenset(
-  "broadcast_in_dim convert_element_type reshape squeeze transpose".split()
-)
-_MOVES = frozenset(
-  "broadcast_in_dim reshape transpose squeeze slice dynamic_slice rev".split()
-)
+# Every slice of the result is a slice of the first operand.
+_MOVES = RESHAPES | frozenset("dynamic_slice rev slice tile".split())
+# So is what is left of equal slices.
 _KEEPS = frozenset(
-  """gather split reduce_max reduce_min reduce_window_max reduce_window_min
-  cummax cummin""".split()
+  """gather split unstack reduce_max reduce_min reduce_window_max
+  reduce_window_min cummax cummin""".split()
 )
-_SUMS = frozenset(("reduce_sum", *WINDOWS, *CUMULATIVE)) - _KEEPS - {
-  "cumprod", "cumlogsumexp",
-}  # fmt: skip
+# Equal numbers add up to a multiple, zeros to zero.
+_SUMS = frozenset(("reduce_sum", "reduce_window_sum", "cumsum"))
+
+
+def _agreed(parts: list[Known]) -> Known:
+  """Return what is known and equal in all parts."""
+  same = [k.where & (k.value == parts[0].value) for k in parts]
+  return Known(np.logical_and.reduce(same), parts[0].value)
+
+
+def _short_circuit(node: Node, known: list[Known]) -> Known:
+  """Return what follows from some operands alone: 0·x, 0/x, equal cases."""
+  size = known[0].where.size
+  if node.name == "mul":
+    return Known(known[0].zero | known[1].zero, np.zeros(size))
+  if node.name == "div":
+    return Known(known[0].zero & ~known[1].zero, np.zeros(size))
+  if node.name == "select_n":
+    return _agreed(known[1:])
+  return _nothing(size)
 
 
 def _terms(node: Node) -> int | None:
@@ -228,4 +227,4 @@ def _apply(node: Node, values: list[Any]) -> np.ndarray:
   arrays = [
     np.asarray(x, v.dtype) for x, v in zip(values, node.inputs, strict=True)
   ]
-  return np.asarray(node.primitive.bind(*arrays, **node.params))
+  return np.asarray(_program.bind(node, arrays)[0])

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from jaxpruner.program.trace import Node, Program, Var
+from jaxpruner.program import Node, Program, Var, describe, primitives
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -87,10 +87,7 @@ class Dims:
       for axis in self.of(var):
         block(axis, "it is an axis of the function's input")
     for node in program.nodes:
-      rule = _ELEMENTWISE_RULE if node.name in ELEMENTWISE else _RULES.get(
-        node.name, _opaque
-      )  # fmt: skip
-      rule(self, node)
+      _RULES.get(node.name, _opaque)(self, node)
     for var in program.outputs:
       for axis in self.of(var):
         block(axis, "it is an axis of the function's output")
@@ -114,7 +111,10 @@ class Dims:
       self.block(node, b, j)
 
   def block(self, node: Node, var: Var, i: int) -> None:
-    block(self.of(var)[i], f"{node} needs it whole")
+    """Keep an axis whole, because of an operation."""
+    known = node.name in primitives.KNOWN
+    why = f"{node} needs it whole"
+    block(self.of(var)[i], why if known else f"{why}: {describe(node.name)}")
 
   def add(self, node: Node, *operands: tuple[Var, int]) -> None:
     """Note a sum over these axes, which are one."""
@@ -272,6 +272,33 @@ def _split_rule(dims: Dims, node: Node) -> None:
         dims.pair(node, source, i, var, i)
 
 
+def _stack(dims: Dims, node: Node) -> None:
+  (out,) = node.outputs
+  axis = node.params["axis"]
+  dims.block(node, out, axis)
+  for var in node.inputs:
+    for i in range(len(var.shape)):
+      dims.pair(node, out, i + (i >= axis), var, i)
+
+
+def _unstack(dims: Dims, node: Node) -> None:
+  axis = node.params["axis"]
+  dims.block(node, node.inputs[0], axis)
+  _kept(dims, node, [axis])
+
+
+def _tile(dims: Dims, node: Node) -> None:
+  (source,), (out,) = node.inputs, node.outputs
+  for i in range(len(source.shape)):
+    _segments(dims, node, out, [source], i)
+
+
+def _copies(dims: Dims, node: Node) -> None:
+  for out, var in zip(node.outputs, node.inputs, strict=True):
+    for i in range(len(var.shape)):
+      dims.pair(node, out, i, var, i)
+
+
 def _iota(dims: Dims, node: Node) -> None:
   dims.block(node, node.outputs[0], node.params["dimension"])
 
@@ -402,19 +429,13 @@ def _pad(node: Node, i: int) -> bool:
   return tuple(node.params["padding_config"][i]) != (0, 0, 0)
 
 
-_ELEMENTWISE_RULE = _elementwise
-ELEMENTWISE = frozenset(
-  """abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp
-  convert_element_type copy copy_p cos cosh digamma div eq erf erf_inv erfc exp
-  exp2 expm1 floor ge gt imag integer_pow is_finite le lgamma log log1p logistic
-  lt max min mul ne neg nextafter not or pow real reduce_precision rem round
-  rsqrt select_n sign sin sinh sqrt square stop_gradient sub tan tanh
-  xor""".split()
-)
-CUMULATIVE = ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
-REDUCE = tuple("reduce_" + kind for kind in "max min prod and or xor".split())
-WINDOWS = ("reduce_window_sum", "reduce_window_max", "reduce_window_min")
 _RULES: dict[str, Callable[[Dims, Node], None]] = {
+  **dict.fromkeys(primitives.ELEMENTWISE, _elementwise),
+  **dict.fromkeys(
+    primitives.CUMULATIVE, _along(lambda n, i: i == n.params["axis"])
+  ),
+  **dict.fromkeys(primitives.REDUCTIONS, _reduce),
+  **dict.fromkeys(primitives.WINDOWS, _along(_window)),
   "broadcast_in_dim": _broadcast,
   "concatenate": _concatenate,
   "conv_general_dilated": _conv,
@@ -423,6 +444,7 @@ _RULES: dict[str, Callable[[Dims, Node], None]] = {
   "dynamic_update_slice": _dynamic_update_slice,
   "gather": _gather,
   "iota": _iota,
+  "optimization_barrier": _copies,
   "pad": _along(_pad, inputs=1),
   "reduce_sum": _reduce_sum,
   "reshape": _reshape,
@@ -431,9 +453,8 @@ _RULES: dict[str, Callable[[Dims, Node], None]] = {
   "sort": _along(lambda n, i: i == n.params["dimension"]),
   "split": _split_rule,
   "squeeze": _squeeze,
+  "stack": _stack,
+  "tile": _tile,
   "transpose": _transpose,
-  **dict.fromkeys(CUMULATIVE, _along(lambda n, i: i == n.params["axis"])),
-  **dict.fromkeys(REDUCE, _reduce),
-  **dict.fromkeys(("argmax", "argmin"), _reduce),
-  **dict.fromkeys(WINDOWS, _along(_window)),
+  "unstack": _unstack,
 }

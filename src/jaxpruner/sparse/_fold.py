@@ -5,13 +5,14 @@ from typing import Any
 
 import numpy as np
 
-from jaxpruner.program.trace import Node, Program, Var
-from jaxpruner.sparse._constants import RESHAPERS, Constants
+from jaxpruner import program as _program
+from jaxpruner.program import Node, Program, Var
+from jaxpruner.sparse._constants import RELAID, Constants
 from jaxpruner.sparse._dims import Dim, Dims, Sum, dot_axes, resolve
 
 
-class Folder:
-  """Finds constant contributions to sums, their size and their new home."""
+class BiasFolding:
+  """Constant contributions to sums, and the biases that can take them over."""
 
   def __init__(
     self,
@@ -21,11 +22,10 @@ class Folder:
     params: Collection[Var],
   ):
     self._dims, self._known, self._params = dims, known, params
-    self._maker = {v: node for node in program.nodes for v in node.outputs}
-    self._users: dict[Var, list[Node | None]] = {}
-    for node in program.nodes:
-      for v in node.inputs:
-        self._users.setdefault(v, []).append(node)
+    self._maker = program.makers()
+    self._users: dict[Var, list[Node | None]] = {
+      v: [*nodes] for v, nodes in program.users().items()
+    }
     for v in program.outputs:
       self._users.setdefault(v, []).append(None)
 
@@ -105,7 +105,7 @@ class Folder:
     line = [1] * len(shape)
     line[features] = x.shape[features]
     planes = np.broadcast_to(channel.reshape(line), shape).astype(x.dtype)
-    out = np.asarray(node.primitive.bind(planes, weight, **node.params))
+    out = np.asarray(_program.bind(node, [planes, weight])[0])
     space = tuple(node.params["dimension_numbers"].out_spec[2:])
     if (out == out.max(space, keepdims=True)).all():
       out = out.max(space, keepdims=True)
@@ -122,26 +122,35 @@ class Folder:
         for dim in axis
       ]
     )
-    while True:
-      users = self._users.get(var, [])
-      user = users[0] if len(users) == 1 else None
+    user = self._adder(node.outputs[0])
+    if user is None:
+      return None
+    adder, term = user
+    parameter = self._parameter(adder.inputs[1 - term])
+    if parameter is None or self._dims.flat(parameter) != wanted:
+      return None
+    return parameter, -1 if adder.name == "sub" else 1
+
+  def _adder(self, var: Var) -> tuple[Node, int] | None:
+    """Return the addition that alone uses a result, and which operand it is."""
+    while len(users := self._users.get(var, [])) == 1:
+      (user,) = users
       if user is None:
         return None
-      if user.name in RESHAPERS:
-        var = user.outputs[0]
-      elif user.name in ("add", "add_any", "sub"):
-        break
-      else:
+      if user.name in ("add", "add_any", "sub"):
+        return user, 0 if user.inputs[0] is var else 1
+      if user.name not in RELAID:
         return None
-    other = user.inputs[1 if user.inputs[0] is var else 0]
-    while len(self._users[other]) == 1 and other not in self._params:
-      maker = self._maker.get(other)
-      if maker is None or maker.name not in RESHAPERS:
+      var = user.outputs[0]
+    return None
+
+  def _parameter(self, var: Var) -> Var | None:
+    """Return the parameter that a variable is, if nothing else uses it."""
+    while len(self._users[var]) == 1:
+      maker = self._maker.get(var)
+      if var in self._params:
+        return var
+      if maker is None or maker.name not in RELAID:
         return None
-      other = maker.inputs[0]
-    fits = (
-      other in self._params
-      and len(self._users[other]) == 1
-      and self._dims.flat(other) == wanted
-    )
-    return (other, -1 if user.name == "sub" else 1) if fits else None
+      var = maker.inputs[0]
+    return None

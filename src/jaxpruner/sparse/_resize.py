@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpruner.program import trace as _program
-from jaxpruner.program.trace import Node, Program, Var
+from jaxpruner import program as _program
+from jaxpruner.program import Node, Program, Var
 from jaxpruner.sparse._dims import Axis, Dim, Dims, is_depthwise, resolve
 
 
@@ -51,45 +51,13 @@ class Resized:
         array = np.take(array, self.keep[dim], i)
     return array.reshape([self.size(axis) for axis in axes])
 
-  def _params(self, node: Node) -> dict[str, Any]:
-    """Return an operation's parameters for the new sizes."""
-    params = dict(node.params)
-    if node.name in ("broadcast_in_dim", "iota"):
-      params["shape"] = self.shape(node.outputs[0])
-    elif node.name == "reshape":
-      params["new_sizes"] = self.shape(node.outputs[0])
-    elif node.name == "dynamic_slice":
-      params["slice_sizes"] = self.shape(node.outputs[0])
-    elif node.name == "gather":
-      source = node.inputs[0]
-      params["slice_sizes"] = tuple(
-        new if old == size else old
-        for new, old, size in zip(
-          self.shape(source), params["slice_sizes"], source.shape, strict=True
-        )
-      )
-    elif node.name == "slice":
-      starts, limits = (
-        list(params["start_indices"]),
-        list(params["limit_indices"]),
-      )
-      old, new = node.outputs[0].shape, self.shape(node.outputs[0])
-      for i in range(len(old)):
-        if new[i] != old[i]:
-          starts[i] = starts[i] // old[i] * new[i]
-          limits[i] = starts[i] + new[i]
-      params["start_indices"] = tuple(starts)
-      params["limit_indices"] = tuple(limits)
-    elif node.name == "split":
-      axis = params["axis"]
-      params["sizes"] = tuple(self.shape(v)[axis] for v in node.outputs)
-    elif node.name == "conv_general_dilated" and is_depthwise(node):
-      channel = params["dimension_numbers"].lhs_spec[1]
-      params["feature_group_count"] = self.shape(node.inputs[0])[channel]
-    return params
+  def _changed(self, node: Node) -> dict[str, Any]:
+    """Return the parameters of an operation that depend on sizes."""
+    rule = _SIZES.get(node.name)
+    return {} if rule is None else rule(self, node)
 
   def _constant(self, var: Var) -> Any:
-    return self.take(var.value, self.dims.of(var))
+    return self.take(var.value, self.dims.of(var))  # the array itself if whole
 
   def _delta(self, node: Node) -> np.ndarray:
     delta = self.baked[node]
@@ -98,21 +66,16 @@ class Resized:
 
   def run(self, arguments: Sequence[Any]) -> Any:
     """Apply the program to flat arguments of the new sizes."""
-    env = dict(zip(self.program.inputs, arguments, strict=True))
 
-    def read(var: Var) -> Any:
-      return env[var] if var.value is None else self._constant(var)
-
-    for node in self.program.nodes:
-      values = [read(v) for v in node.inputs]
-      out = node.primitive.bind(*values, **self._params(node))
-      outs = list(out) if node.primitive.multiple_results else [out]
+    def visit(node: Node, values: list[Any]) -> list[Any]:
+      outs = _program.bind(node, values, **self._changed(node))
       if node in self.baked:
         outs[0] = outs[0] + self._delta(node).astype(outs[0].dtype)
-      env.update(zip(node.outputs, outs, strict=True))
+      return outs
+
+    outs = _program.run(self.program, arguments, visit, self._constant)
     return jax.tree.unflatten(
-      self.program.out_tree,
-      [jnp.asarray(read(v)) for v in self.program.outputs],
+      self.program.out_tree, [jnp.asarray(out) for out in outs]
     )
 
   def at(self, other: Program, parameters: int) -> "Resized":
@@ -141,6 +104,59 @@ class Resized:
       if any(size not in (1, length) for size, length in shapes):
         raise ValueError(f"the constant added to {node} has another shape")
     return Resized(other, dims, keep, baked)
+
+
+def _shape(name: str) -> Callable[[Resized, Node], dict[str, Any]]:
+  """Make a rule: a parameter is the shape of the result."""
+  return lambda resized, node: {name: resized.shape(node.outputs[0])}
+
+
+def _gather(resized: Resized, node: Node) -> dict[str, Any]:
+  source = node.inputs[0]
+  sizes = zip(
+    resized.shape(source), node.params["slice_sizes"], source.shape, strict=True
+  )
+  return {
+    "slice_sizes": tuple(
+      new if old == size else old for new, old, size in sizes
+    )
+  }
+
+
+def _slice(resized: Resized, node: Node) -> dict[str, Any]:
+  starts = list(node.params["start_indices"])
+  limits = list(node.params["limit_indices"])
+  old, new = node.outputs[0].shape, resized.shape(node.outputs[0])
+  for i in range(len(old)):
+    if new[i] != old[i]:
+      starts[i] = starts[i] // old[i] * new[i]
+      limits[i] = starts[i] + new[i]
+  return {"start_indices": tuple(starts), "limit_indices": tuple(limits)}
+
+
+def _split(resized: Resized, node: Node) -> dict[str, Any]:
+  axis = node.params["axis"]
+  return {"sizes": tuple(resized.shape(v)[axis] for v in node.outputs)}
+
+
+def _conv(resized: Resized, node: Node) -> dict[str, Any]:
+  if not is_depthwise(node):
+    return {}
+  channel = node.params["dimension_numbers"].lhs_spec[1]
+  return {"feature_group_count": resized.shape(node.inputs[0])[channel]}
+
+
+# Primitive -> its parameters that depend on the sizes of arrays.
+_SIZES: dict[str, Callable[[Resized, Node], dict[str, Any]]] = {
+  "broadcast_in_dim": _shape("shape"),
+  "conv_general_dilated": _conv,
+  "dynamic_slice": _shape("slice_sizes"),
+  "gather": _gather,
+  "iota": _shape("shape"),
+  "reshape": _shape("new_sizes"),
+  "slice": _slice,
+  "split": _split,
+}
 
 
 def function(

@@ -1,8 +1,8 @@
 """Run a traced program with sparse weights in place of dense ones.
 
-The program is replayed equation by equation. A product with a sparse weight
-becomes a sparse product; calls and scans are entered when a sparse weight is
-passed to them; any other use decodes the weight first, which is always right.
+A visitor of the traced program: a product with a sparse weight becomes a sparse
+product; calls and scans are entered when a sparse weight is passed to them; any
+other operation gets the decoded weight, which is always right.
 """
 
 import dataclasses
@@ -12,16 +12,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import core
 
-from jaxpruner.program import evaluate as _jaxprs
+from jaxpruner import program
+from jaxpruner.program import Node, jaxprs
 from jaxpruner.sparse import formats, ops
 from jaxpruner.sparse.formats import Sparse, SparseTensor
 
-_CALLS = frozenset({
-  "jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2",
-  "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "custom_lin",
-})  # fmt: skip
+# Copies that mean nothing to a packed weight. `stop_gradient` would not reach
+# its values, and a placement not its arrays.
+_COPIES = frozenset({"copy", "name", "optimization_barrier"})
 
 _CONV_PARAMS = frozenset({
   "window_strides", "padding", "lhs_dilation", "rhs_dilation",
@@ -60,8 +59,8 @@ class Use:
   run: Any = None  # run(x, w) repeats the product
 
 
-class Probe(Sparse):
-  """A dense weight that writes down how it is used."""
+class Recorder(Sparse):
+  """A dense weight that records the operations that use it."""
 
   def __init__(self, dense: Any, uses: list[Use], axes: Any, stacked: bool):
     self.dense, self.uses, self.stacked = dense, uses, stacked
@@ -77,18 +76,18 @@ class Probe(Sparse):
 
   def like(
     self, dense: Any, axes: Any = None, stacked: bool = False
-  ) -> "Probe":
+  ) -> "Recorder":
     axes = self.axes if axes is None else axes
-    return Probe(dense, self.uses, axes, self.stacked or stacked)
+    return Recorder(dense, self.uses, axes, self.stacked or stacked)
 
-  def note(
+  def record(
     self,
     operation: str,
     contract: Sequence[int] = (),
     x: Any = None,
     product: Callable[[Any, Any], Any] | None = None,
   ) -> None:
-    """Write a use down in terms of the parameter's own axes."""
+    """Record a use in terms of the parameter's own axes."""
     axes = self.axes
 
     def run(x, w):
@@ -115,7 +114,7 @@ def run(
     return function(params, *inputs)
 
   operands = [leaves[i] for i in arrays]
-  shapes = [jax.ShapeDtypeStruct(np.shape(a), _dtype(a)) for a in operands]
+  shapes = [jax.ShapeDtypeStruct(np.shape(a), a.dtype) for a in operands]
   closed, out = jax.make_jaxpr(flat, return_shape=True)(shapes)
   results = [_decoded("output", r) for r in evaluate(closed, operands)]
   return jax.tree.unflatten(jax.tree.structure(out), results)
@@ -128,18 +127,18 @@ def find_uses(
   leaves, treedef = jax.tree.flatten(params)
   uses: list[list[Use]] = [[] for _ in leaves]
 
-  def probe(values):
-    probes = [
-      Probe(v, u, tuple(range(np.ndim(v))), False) if _is_array(v) else v
+  def recorded(values):
+    recorders = [
+      Recorder(v, u, tuple(range(np.ndim(v))), False) if _is_array(v) else v
       for v, u in zip(values, uses, strict=True)
     ]
-    return run(function, jax.tree.unflatten(treedef, probes), inputs)
+    return run(function, jax.tree.unflatten(treedef, recorders), inputs)
 
   # Non-array leaves (activation functions in an Equinox module) stay outside.
   arrays = [leaf if _is_array(leaf) else None for leaf in leaves]
 
   def abstract(values):
-    return probe(
+    return recorded(
       [leaf if v is None else v for leaf, v in zip(leaves, values, strict=True)]
     )
 
@@ -147,55 +146,41 @@ def find_uses(
   return uses
 
 
-def evaluate(closed: Any, args: Sequence[Any]) -> list[Any]:
-  """Evaluate a closed jaxpr on arrays and sparse weights.
+def evaluate(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
+  """Evaluate a jaxpr on arrays and sparse weights.
 
   A weight that the program merely hands back (cast, transposed) stays sparse.
   """
-  jaxpr = closed.jaxpr
-  values = dict(zip(jaxpr.constvars, closed.consts, strict=True))
-  values.update(zip(jaxpr.invars, args, strict=True))
-
-  def read(var):
-    return var.val if isinstance(var, core.Literal) else values[var]
-
-  for eqn in jaxpr.eqns:
-    operands = [read(v) for v in eqn.invars]
-    results = None
-    if any(map(_is_sparse, operands)):
-      results = _sparse_equation(eqn, operands)
-    if results is None:
-      name = eqn.primitive.name
-      results = _jaxprs.apply(eqn, [_decoded(name, a) for a in operands])
-    values.update(zip(eqn.outvars, results, strict=True))
-  return [read(v) for v in jaxpr.outvars]
+  return program.run(jaxpr, args, _visit)
 
 
-def _sparse_equation(eqn: Any, args: list[Any]) -> list[Any] | None:
-  """Do one equation sparsely, or return None."""
-  name = eqn.primitive.name
-  if name in _CALLS:
-    inner = _inner(eqn)
-    return None if inner is None else evaluate(inner, args)
-  if name == "scan":
-    return _scan(eqn, args)
-  if name == "convert_element_type":
-    return _converted(args[0], eqn.params["new_dtype"])
-  if name == "transpose":
-    return [_permuted(args[0], eqn.params["permutation"])]
-  if name in ("copy", "copy_p", "optimization_barrier"):
+def _visit(node: Node, args: list[Any]) -> list[Any]:
+  """Do one operation: sparsely if there is a way, else with dense operands."""
+  results = None
+  if any(map(_is_sparse, args)):
+    results = _sparse(node, args)
+  if results is None:
+    reason = program.describe(node.name)
+    results = program.bind(node, [_decoded(reason, a) for a in args])
+  return results
+
+
+def _sparse(node: Node, args: list[Any]) -> list[Any] | None:
+  """Do an operation with a sparse operand, or return None."""
+  callee = jaxprs.callee(node.eqn)
+  if callee is not None:
+    return evaluate(callee, args)
+  if node.name in _COPIES:
     return args
-  if name == "dot_general":
-    return _dot(eqn, *args)
-  if name == "conv_general_dilated":
-    return _conv(eqn, *args)
-  return None
+  rule = _RULES.get(node.name)
+  return None if rule is None else rule(node, *args)
 
 
-def _converted(w: Any, dtype: Any) -> list[Any] | None:
+def _converted(node: Node, w: Any) -> list[Any] | None:
+  dtype = node.params["new_dtype"]
   if not jnp.issubdtype(dtype, jnp.floating):
     return None
-  if isinstance(w, Probe):
+  if isinstance(w, Recorder):
     return [w.like(w.dense.astype(dtype))]
   if isinstance(w, SparseTensor):
     return [w.with_values(w.values.astype(dtype))]
@@ -203,8 +188,8 @@ def _converted(w: Any, dtype: Any) -> list[Any] | None:
 
 
 def _permuted(w: Any, order: Sequence[int]) -> Any:
-  """Transpose an array, a probe or a sparse weight."""
-  if isinstance(w, Probe):
+  """Transpose an array, a recorder or a sparse weight."""
+  if isinstance(w, Recorder):
     axes = tuple(w.axes[d] for d in order)
     return w.like(jnp.transpose(w.dense, order), axes)
   if isinstance(w, SparseTensor):
@@ -216,30 +201,34 @@ def _permuted(w: Any, order: Sequence[int]) -> Any:
   return jnp.transpose(ops.decode(w), order)
 
 
-def _dot(eqn: Any, lhs: Any, rhs: Any) -> list[Any] | None:
-  dimensions = eqn.params["dimension_numbers"]
+def _transposed(node: Node, w: Any) -> list[Any]:
+  return [_permuted(w, node.params["permutation"])]
+
+
+def _dot(node: Node, lhs: Any, rhs: Any) -> list[Any] | None:
+  dimensions = node.params["dimension_numbers"]
   (lc, rc), batch = dimensions
   left = _is_sparse(lhs)
   if batch != ((), ()) or (left and _is_sparse(rhs)):
     return None
-  dtype = eqn.outvars[0].aval.dtype
+  dtype = node.outputs[0].dtype
 
   def product(x, w):
     pair = (w, x) if left else (x, w)
-    precision = eqn.params["precision"]
+    precision = node.params["precision"]
     return ops.dot_general(*pair, dimensions, precision, dtype)
 
   w, x, contract = (lhs, rhs, lc) if left else (rhs, lhs, rc)
-  if not isinstance(w, Probe):
+  if not isinstance(w, Recorder):
     return [product(x, w)]
-  w.note("dot", contract, x, product)
+  w.record("dot", contract, x, product)
   return [product(x, w.dense)]
 
 
-def _conv(eqn: Any, lhs: Any, rhs: Any) -> list[Any] | None:
-  spec = eqn.params["dimension_numbers"]
+def _conv(node: Node, lhs: Any, rhs: Any) -> list[Any] | None:
+  spec = node.params["dimension_numbers"]
   # What a newer JAX adds (shardings) has no meaning for one device's product.
-  params = {k: v for k, v in eqn.params.items() if k in _CONV_PARAMS}
+  params = {k: v for k, v in node.params.items() if k in _CONV_PARAMS}
   groups = params["feature_group_count"], params["batch_group_count"]
   if _is_sparse(lhs) or groups != (1, 1):
     return None
@@ -247,31 +236,23 @@ def _conv(eqn: Any, lhs: Any, rhs: Any) -> list[Any] | None:
   def product(x, w):
     return ops.conv_general_dilated(x, w, **params)
 
-  if not isinstance(rhs, Probe):
+  if not isinstance(rhs, Recorder):
     return [product(lhs, rhs)]
   contract = ops.conv_contract(spec)
-  rhs.note("conv", contract, lhs, product)
+  rhs.record("conv", contract, lhs, product)
   return [product(lhs, rhs.dense)]
 
 
-def _scan(eqn: Any, args: list[Any]) -> list[Any] | None:
+def _scan(node: Node, *args: Any) -> list[Any]:
   """Enter a scan: sparse constants are shared, stacked weights are sliced."""
-  params = eqn.params
-  inner = params["jaxpr"].jaxpr
-
-  def stacked(outside, inside):
-    pairs = zip(outside, inside, strict=True)
-    return [len(o.aval.shape) > len(i.aval.shape) for o, i in pairs]
-
-  # Counted by rank: the names of scan's parameters differ between releases.
-  first = len(args) - sum(stacked(eqn.invars, inner.invars))
-  carried = stacked(eqn.outvars, inner.outvars).count(False)
-  consts = first - carried
-  shared, carry, xs = args[:consts], args[consts:first], args[first:]
+  scan = jaxprs.scan(node.eqn)
+  first = scan.constants + scan.carried
+  shared, xs = args[: scan.constants], args[first:]
+  start = [_decoded("scan", c) for c in args[scan.constants : first]]
 
   def followed(x):
     # Only a stack along the parameter's own first axis can be packed as one.
-    return isinstance(x, Probe) and not x.stacked and x.axes[0] == 0
+    return isinstance(x, Recorder) and not x.stacked and x.axes[0] == 0
 
   def sliceable(x):
     if isinstance(x, Stacked):
@@ -285,37 +266,35 @@ def _scan(eqn: Any, args: list[Any]) -> list[Any] | None:
 
   def body(carry, parts):
     parts = [sliced(x, part) for x, part in zip(xs, parts, strict=True)]
-    out = evaluate(params["jaxpr"], [*shared, *carry, *parts])
+    out = evaluate(scan.body, [*shared, *carry, *parts])
     out = [_decoded("scan", o) for o in out]
     return out[: len(carry)], out[len(carry) :]
 
   carry, ys = jax.lax.scan(
     body,
-    [_decoded("scan", c) for c in carry],
+    start,
     [sliceable(x) for x in xs],
-    length=params["length"],
-    reverse=params["reverse"],
-    unroll=params["unroll"],
+    length=scan.length,
+    reverse=scan.reverse,
+    unroll=scan.unroll,
   )
   return [*carry, *ys]
 
 
+_RULES: dict[str, Callable[..., list[Any] | None]] = {
+  "conv_general_dilated": _conv,
+  "convert_element_type": _converted,
+  "dot_general": _dot,
+  "scan": _scan,
+  "transpose": _transposed,
+}
+
+
 def _decoded(reason: str, value: Any) -> Any:
-  """Return a dense value; a probe notes what forced it."""
-  if isinstance(value, Probe):
-    value.note(reason)
+  """Return a dense value; a recorder notes what forced it."""
+  if isinstance(value, Recorder):
+    value.record(reason)
   return value.todense() if _is_sparse(value) else value
-
-
-def _inner(eqn: Any) -> Any:
-  """Return the jaxpr that a call equation would run."""
-  for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
-    inner = eqn.params.get(key)
-    if isinstance(inner, core.ClosedJaxpr):
-      return inner
-    if isinstance(inner, core.Jaxpr):
-      return core.ClosedJaxpr(inner, ())
-  return None
 
 
 def _is_sparse(value: Any) -> bool:
@@ -324,7 +303,3 @@ def _is_sparse(value: Any) -> bool:
 
 def _is_array(value: Any) -> bool:
   return hasattr(value, "shape") and hasattr(value, "dtype")
-
-
-def _dtype(value: Any) -> Any:
-  return value.dtype

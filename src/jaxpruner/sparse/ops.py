@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxpruner.program import windows
 from jaxpruner.sparse.formats import Sparse, SparseMatrix, SparseTensor
 
 Array = jax.Array
@@ -135,35 +136,20 @@ def conv_general_dilated(
   lhs_dilation = tuple(lhs_dilation or (1,) * spatial)
   rhs_dilation = tuple(rhs_dilation or (1,) * spatial)
   window = [rhs.shape[d] for d in spec.rhs_spec[2:]]
-  reach = [(k - 1) * d + 1 for k, d in zip(window, rhs_dilation, strict=True)]
-  x = jnp.transpose(
-    lhs, (spec.lhs_spec[0], *spec.lhs_spec[2:], spec.lhs_spec[1])
+  sizes = [lhs.shape[d] for d in spec.lhs_spec[2:]]
+  padding = windows.pads(
+    padding, sizes, window, window_strides, lhs_dilation, rhs_dilation
   )
-  if isinstance(padding, str):
-    padded = [
-      (n - 1) * d + 1 for n, d in zip(x.shape[1:-1], lhs_dilation, strict=True)
-    ]
-    padding = jax.lax.padtype_to_pads(padded, reach, window_strides, padding)
-  zero = jnp.zeros((), x.dtype)
-  interior = [
-    (lo, hi, d - 1) for (lo, hi), d in zip(padding, lhs_dilation, strict=True)
-  ]
-  x = jax.lax.pad(x, zero, [(0, 0, 0), *interior, (0, 0, 0)])
-  patches = []
-  for tap in np.ndindex(*window):
-    begin = [i * d for i, d in zip(tap, rhs_dilation, strict=True)]
-    end = [
-      b + n - r + 1 for b, n, r in zip(begin, x.shape[1:-1], reach, strict=True)
-    ]
-    patches.append(
-      jax.lax.slice(
-        x,
-        [0, *begin, 0],
-        [x.shape[0], *end, x.shape[-1]],
-        [1, *window_strides, 1],
-      )
-    )
-  rows = jnp.concatenate(patches, axis=-1)
+  rows = windows.rows(
+    lhs,
+    spec.lhs_spec,
+    window,
+    window_strides,
+    padding,
+    lhs_dilation,
+    rhs_dilation,
+  )
+  rows = rows.reshape(*rows.shape[:-2], -1)
   y = _contract(rows, None, folded, preferred_element_type)
   out = spec.out_spec
   order = np.argsort([out[0], *out[2:], out[1]]).tolist()

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpruner import _leaves
-from jaxpruner.program import trace as _program
-from jaxpruner.program.trace import Node, Program, Var
+from jaxpruner import program as _program
+from jaxpruner.program import Node, Program, Var
+from jaxpruner.program.owners import Owners, per_weight
 from jaxpruner.sparse import _fold, _resize
 from jaxpruner.sparse._constants import Constants
 from jaxpruner.sparse._dims import Axis, Dim, Dims, Sum, resolve
@@ -56,7 +57,8 @@ class Shrunk:
   removed: list[Removed]
   blocked: list[Blocked]
   _take: Callable[[int, Any], Any] = dataclasses.field(repr=False)
-  _paths: dict[Any, tuple[int, tuple[int, ...]]] = dataclasses.field(repr=False)
+  _owners: Owners = dataclasses.field(repr=False)
+  _shapes: list[tuple[int, ...]] = dataclasses.field(repr=False)
 
   def shrink(self, tree: Any) -> Any:
     """Shrink what accompanies the parameters: optimizer state, masks.
@@ -69,22 +71,21 @@ class Shrunk:
     """
 
     def leaf(path: tuple[Any, ...], x: Any) -> Any:
-      suffixes = (path[i:] for i in range(len(path) + 1))
-      found = next((s for s in suffixes if s in self._paths), None)
-      if found is None or np.ndim(x) == 0:
+      owner = self._owners.find(path)
+      if owner is None or np.ndim(x) == 0:
         return x
-      index, shape = self._paths[found]
+      shape = self._shapes[owner]
       if np.shape(x) == shape:
-        return jnp.asarray(self._take(index, np.asarray(x)))
-      if np.shape(x)[1:] == shape:
-        rows = [self._take(index, row) for row in np.asarray(x)]
+        return jnp.asarray(self._take(owner, np.asarray(x)))
+      if per_weight(x, shape):
+        rows = [self._take(owner, row) for row in np.asarray(x)]
         return jnp.asarray(np.stack(rows))
-      name = _leaves.join(_leaves.path_names(found))
+      name = _leaves.join(_leaves.path_names(self._owners.paths[owner]))
       if np.size(x) > 1 and name in {r.name for r in self.removed}:
         raise ValueError(
           f"{_leaves.join(_leaves.path_names(path))}: shape {np.shape(x)} "
-          f"belongs to the shrunk parameter {name!r} of shape {shape}, but not "
-          "weight by weight; initialise this optimizer anew on the shrunk "
+          f"belongs to the shrunk parameter {name!r} of shape {shape}, but "
+          "not weight by weight; initialise this optimizer anew on the shrunk "
           "parameters"
         )
       return x
@@ -181,7 +182,8 @@ def shrink(
       if count and x.shape[axis] > 1
     ],
     _take=take,
-    _paths={p: (i, np.shape(x)) for i, (p, x) in enumerate(paths)},
+    _owners=Owners(params),
+    _shapes=[np.shape(x) for _, x in paths],
   )
 
 
@@ -210,45 +212,59 @@ class _Choice:
   def __init__(
     self, program: Program, dims: Dims, values: dict[Var, np.ndarray]
   ):
-    known = Constants(program, dims, values)
-    self._folder = _fold.Folder(program, dims, known, set(values))
+    self._known = Constants(program, dims, values)
+    self._folding = _fold.BiasFolding(program, dims, self._known, set(values))
     self.values = dict(values)
     self.keep: dict[Dim, np.ndarray] = {}
     self.baked: dict[Node, np.ndarray] = {}
     self._reasons: dict[Dim, str] = {}
     owned = {d for v in values for d in dims.flat(v) if not d.blocked}
-    useless = {d: np.ones(d.size, np.bool_) for d in owned}
-    summed: set[Dim] = set()
-    folded: dict[Node, Dim] = {}
     sums = [(s, d) for s in dims.sums for d in resolve(s.axis) if d in owned]
-    for total, dim in sums:
-      summed.add(dim)
-      zeros = [known.zero(v, [i], dim) for v, i in total.operands]
-      zero = np.logical_or.reduce(zeros)
-      constant = self._folder.constant(total, dim) & ~zero
-      # Two dims of one sum folded at once would count their overlap twice.
-      if constant.any() and folded.setdefault(total.node, dim) is not dim:
-        constant[:] = False
-      if not (zero | constant).all():
-        self._reasons.setdefault(
-          dim, f"{total.node} adds up values there that are not known"
-        )
-      useless[dim] &= zero | constant
-    for dim in summed:
-      gone = useless[dim]
-      if gone.all():
-        gone[0] = False  # an axis of length 0 is nobody's idea of a layer
-      if gone.any():
-        self.keep[dim] = np.flatnonzero(~gone)
+    useless, folded = self._without_effect(sums)
+    self._drop(useless)
     for total, dim in sums:
       if folded.get(total.node) is dim and dim in self.keep:
         self._fold(total, dim, useless[dim])
 
+  def _without_effect(
+    self, sums: Sequence[tuple[Sum, Dim]]
+  ) -> tuple[dict[Dim, np.ndarray], dict[Node, Dim]]:
+    """Find the indices that no sum needs.
+
+    Returns:
+      For each dim that is summed over, where all sums gain zero or a constant;
+      and for each operation, the dim whose constants it would have to keep.
+    """
+    useless: dict[Dim, np.ndarray] = {}
+    folded: dict[Node, Dim] = {}
+    for total, dim in sums:
+      zeros = [self._known.zero(v, [i], dim) for v, i in total.operands]
+      zero = np.logical_or.reduce(zeros)
+      constant = self._folding.constant(total, dim) & ~zero
+      # Two dims of one sum folded at once would count their overlap twice.
+      if constant.any() and folded.setdefault(total.node, dim) is not dim:
+        constant[:] = False
+      gone = zero | constant
+      if not gone.all():
+        self._reasons.setdefault(
+          dim, f"{total.node} adds up values there that are not known"
+        )
+      useless[dim] = useless[dim] & gone if dim in useless else gone
+    return useless, folded
+
+  def _drop(self, useless: dict[Dim, np.ndarray]) -> None:
+    """Note what stays of each dim: at least one index."""
+    for dim, gone in useless.items():
+      if gone.all():
+        gone[0] = False  # an axis of length 0 is nobody's idea of a layer
+      if gone.any():
+        self.keep[dim] = np.flatnonzero(~gone)
+
   def _fold(self, total: Sum, dim: Dim, gone: np.ndarray) -> None:
-    delta = self._folder.delta(total, dim, gone)
+    delta = self._folding.delta(total, dim, gone)
     if not delta.any():
       return
-    target = self._folder.bias(total.node, delta)
+    target = self._folding.bias(total.node, delta)
     if target is None:
       self.baked[total.node] = delta
       return

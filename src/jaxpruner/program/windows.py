@@ -1,0 +1,89 @@
+# pyright: strict, reportUnknownMemberType=false
+"""The windows of a convolution, laid out as rows of a matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+if TYPE_CHECKING:  # importing it costs a tenth of what importing JAX does
+  from jaxtyping import Array, Shaped
+
+
+def pads(
+  padding: Any,
+  sizes: Sequence[int],
+  window: Sequence[int],
+  strides: Sequence[int],
+  lhs_dilation: Sequence[int],
+  rhs_dilation: Sequence[int],
+) -> list[tuple[int, int]]:
+  """Return the padding of each spatial axis in numbers.
+
+  Args:
+    padding: "SAME", "VALID", or pairs of numbers already.
+    sizes: the lengths of the input's spatial axes.
+    window: the lengths of the kernel's.
+    strides: steps of the window.
+    lhs_dilation: factor by which the input is spread.
+    rhs_dilation: factor by which the window is spread.
+  """
+  if not isinstance(padding, str):
+    return [(int(low), int(high)) for low, high in padding]
+  spread = [(n - 1) * d + 1 for n, d in zip(sizes, lhs_dilation, strict=True)]
+  reach = [(k - 1) * d + 1 for k, d in zip(window, rhs_dilation, strict=True)]
+  found = jax.lax.padtype_to_pads(spread, reach, strides, padding)
+  return [(int(low), int(high)) for low, high in found]
+
+
+def rows(
+  x: Shaped[Array, "*any"],
+  spec: Sequence[int],
+  window: Sequence[int],
+  strides: Sequence[int],
+  padding: Sequence[tuple[int, int]],
+  lhs_dilation: Sequence[int],
+  rhs_dilation: Sequence[int],
+) -> Shaped[Array, "batch *space taps channels"]:
+  """Return what each position of a kernel's window sees, at every output.
+
+  A convolution is a product of these rows, `taps` and `channels` folded into
+  one axis, with the kernel folded alike.
+
+  Args:
+    x: the input of the convolution.
+    spec: its batch axis, channel axis and spatial axes (`lhs_spec` of JAX).
+    window: the lengths of the kernel's spatial axes.
+    strides: steps of the window.
+    padding: low and high padding of each spatial axis; may be negative.
+    lhs_dilation: factor by which the input is spread.
+    rhs_dilation: factor by which the window is spread.
+
+  Example:
+    >>> x = jnp.arange(4.0).reshape(1, 4, 1)  # batch, position, channel
+    >>> seen = rows(x, (0, 2, 1), (2,), (1,), [(0, 0)], (1,), (1,))
+    >>> seen[0, :, :, 0].tolist()
+    [[0.0, 1.0], [1.0, 2.0], [2.0, 3.0]]
+  """
+  x = jnp.transpose(x, (spec[0], *spec[2:], spec[1]))
+  edges = [
+    (low, high, d - 1)
+    for (low, high), d in zip(padding, lhs_dilation, strict=True)
+  ]
+  x = jax.lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), *edges, (0, 0, 0)])
+  batch, *space, channels = x.shape
+  reach = [(k - 1) * d for k, d in zip(window, rhs_dilation, strict=True)]
+  taps: list[jax.Array] = []
+  for tap in np.ndindex(*window):
+    start = [i * d for i, d in zip(tap, rhs_dilation, strict=True)]
+    stop = [a + n - r for a, n, r in zip(start, space, reach, strict=True)]
+    taps.append(
+      jax.lax.slice(
+        x, (0, *start, 0), (batch, *stop, channels), (1, *strides, 1)
+      )
+    )
+  return jnp.stack(taps, axis=-2)
