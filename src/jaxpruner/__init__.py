@@ -75,7 +75,8 @@ from jaxpruner.inspect.summary import (
   summarize_intersection,
   summarize_sparsity,
 )
-from jaxpruner.sparsity_distributions import allocation
+from jaxpruner.sparsity_distributions import allocation, register_distribution
+from jaxpruner.sparsity_schedules import register_schedule
 from jaxpruner.sparsity_types import (
   Block,
   Channel,
@@ -83,6 +84,7 @@ from jaxpruner.sparsity_types import (
   NByM,
   NbyM,
   Unstructured,
+  register_sparsity_type,
 )
 
 __version__ = "1.0.0"
@@ -154,6 +156,9 @@ __all__ = [
   "post_training",  # pyright: ignore[reportUnsupportedDunderAll]
   "redistribution",
   "register_algorithm",
+  "register_distribution",
+  "register_schedule",
+  "register_sparsity_type",
   "sparse",  # pyright: ignore[reportUnsupportedDunderAll]
   "sparsity_distributions",
   "sparsity_schedules",
