@@ -6,7 +6,6 @@ import pathlib
 import matplotlib.pyplot as plt
 import pytest
 
-
 FOLDER = pathlib.Path(__file__).parent.parent / "docs" / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 
