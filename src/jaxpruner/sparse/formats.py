@@ -283,7 +283,8 @@ def register_format(name: str) -> Callable[[type[T]], type[T]]:
     ...   def fromdense(cls, dense, mask=None):
     ...     dense, kept = sparse.kept_entries(dense, mask)
     ...     rows, cols = np.nonzero(kept)
-    ...     return cls(*map(jnp.asarray, (dense[kept], rows, cols)), dense.shape)
+    ...     arrays = map(jnp.asarray, (dense[kept], rows, cols))
+    ...     return cls(*arrays, dense.shape)
     ...   def positions(self):
     ...     return self.rows, self.cols, None
     >>> (jnp.ones((1, 3)) @ sparse.pack(jnp.eye(3), format="coo")).tolist()
