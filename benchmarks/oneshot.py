@@ -25,7 +25,7 @@ import numpy as np
 
 from jaxpruner import post_training
 from jaxpruner.compare import data
-from jaxpruner.post_training import evaluation, models, texts
+from jaxpruner.post_training import calibration_text, evaluation, models
 from jaxpruner.post_training.models import resnet50
 
 RESULTS = pathlib.Path(__file__).parent.parent / "docs/results/oneshot.json"
@@ -67,7 +67,9 @@ def to_learn(model, args) -> np.ndarray:
   if model.sample:
     return model.sample(args.calibration, 0)
   encode, length = model.tokenizer.encode, model.window
-  return texts.mixed(three_texts(0), encode, length, args.calibration)
+  return calibration_text.mixed(
+    three_texts(0), encode, length, args.calibration
+  )
 
 
 def to_judge(model, args) -> dict[str, np.ndarray]:
@@ -77,7 +79,9 @@ def to_judge(model, args) -> dict[str, np.ndarray]:
     return {"own": model.sample(-(-args.tokens // length), 1)}
   rows = -(-args.tokens // len(KINDS) // length)
   parts = zip(KINDS, three_texts(1), strict=True)
-  return {k: texts.mixed([text], encode, length, rows) for k, text in parts}
+  return {
+    k: calibration_text.mixed([text], encode, length, rows) for k, text in parts
+  }
 
 
 def language(args: argparse.Namespace) -> None:

@@ -17,7 +17,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpruner.post_training import _pattern, sparsegpt
+from jaxpruner.post_training import _pattern
+from jaxpruner.post_training.solvers import sparsegpt
+from jaxpruner.sparsity_types import NByM
 
 
 def main() -> None:
@@ -32,7 +34,8 @@ def main() -> None:
   gram = jnp.asarray(x.T @ x / len(x))
   w = jnp.asarray(rng.normal(size=(size, size)), jnp.float32)
   del x
-  pattern = _pattern.Pattern(2, 4) if args.type == "2:4" else _pattern.FREE
+  groups = _pattern.Pattern(NByM(2, 4))
+  pattern = groups if args.type == "2:4" else _pattern.FREE
   product = jax.jit(
     lambda a, b: jnp.dot(a, b, precision=jax.lax.Precision.HIGHEST)
   )

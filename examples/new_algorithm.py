@@ -1,8 +1,9 @@
-"""Write an algorithm: keep weights that move away from zero.
+"""Write an algorithm: keep the weights that the next step makes larger.
 
-Movement pruning (Sanh et al., 2020) scores a weight by -w · ∂L/∂w: positive
-when the gradient step makes it larger. Scores are all an algorithm needs;
-structures, schedules, exact counts and checkpoints come with the base class.
+A weight is scored by -w · ∂L/∂w: positive when the gradient step moves it away
+from zero. (The library's `movement` adds these up over training; Sanh et al.,
+2020.) Scores are all an algorithm needs; structures, schedules, exact counts and
+checkpoints come with the base class.
 
 Run: python examples/new_algorithm.py      (about 10 s)
 """
@@ -15,12 +16,14 @@ import plain_optax
 import jaxpruner
 
 
-@dataclasses.dataclass
-class MovementPruning(jaxpruner.BaseUpdater):
+@dataclasses.dataclass(eq=False)
+class GrowingWeights(jaxpruner.BaseUpdater):
   """Keep the weights with the largest -w · ∂L/∂w."""
 
   category = jaxpruner.Category(
-    needs=frozenset({"gradients"}), paper="Sanh et al., 2020"
+    needs=frozenset({"gradients"}),
+    paper="Sanh et al., 2020",
+    cost="a product per update",
   )
 
   def calculate_scores(self, params, sparse_state=None, grads=None):
@@ -28,7 +31,7 @@ class MovementPruning(jaxpruner.BaseUpdater):
     return jax.tree.map(lambda w, g: -w * g, params, grads)
 
 
-jaxpruner.register_algorithm("movement", MovementPruning)
+jaxpruner.register_algorithm("growing", GrowingWeights)
 
 if __name__ == "__main__":
-  plain_optax.main("movement")
+  plain_optax.main("growing")

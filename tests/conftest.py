@@ -15,6 +15,7 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
 os.environ.setdefault("MPLBACKEND", "agg")
 
 import hypothesis
+import pytest
 
 _COMMON = dict(
   deadline=None,
@@ -25,3 +26,12 @@ hypothesis.settings.register_profile("ci", max_examples=200, **_COMMON)
 hypothesis.settings.register_profile("quick", max_examples=20, **_COMMON)
 hypothesis.settings.register_profile("nightly", max_examples=10_000, **_COMMON)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+@pytest.fixture(autouse=True)
+def tables_are_restored():
+  """Undo what a test, a page or an example registers."""
+  from jaxpruner import _registry
+
+  with _registry.restored():
+    yield

@@ -10,7 +10,6 @@ import sys
 import pytest
 
 import jaxpruner
-from jaxpruner import api
 
 ROOT = pathlib.Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", *ROOT.glob("docs/**/*.md")])
@@ -33,8 +32,6 @@ def blocks(page: pathlib.Path) -> list[str]:
 )
 def test_every_block_of_a_page_runs(page, monkeypatch, tmp_path):
   monkeypatch.chdir(tmp_path)
-  # A page may register an algorithm of its own.
-  monkeypatch.setattr(api, "_REGISTRY", dict(api._REGISTRY))
   namespace: dict = {"__name__": "page"}
   for block in blocks(page):
     exec(compile(block, str(page), "exec"), namespace)
@@ -51,7 +48,6 @@ def test_every_example_runs(name, monkeypatch, capsys):
   folder = ROOT / "examples"
   monkeypatch.syspath_prepend(folder)
   monkeypatch.setattr(sys, "argv", [name])
-  monkeypatch.setattr(api, "_REGISTRY", dict(api._REGISTRY))
   runpy.run_path(str(folder / f"{name}.py"), run_name="__main__")
   assert "prunable" in capsys.readouterr().out
 

@@ -14,7 +14,14 @@ ROOT = pathlib.Path(jaxpruner.__file__).parent
 
 # Each layer may import those before it, and itself.
 CORE = [
-  {"_leaves", "_on_use", "engine", "program", "mask_calculator"},
+  {
+    "_leaves",
+    "_on_use",
+    "_registry",
+    "engine",
+    "program",
+    "mask_calculator",
+  },
   {"sparsity_types"},
   {"sparsity_distributions", "sparsity_schedules", "activations"},
   {"_state", "_checks", "_moments", "base_updater"},

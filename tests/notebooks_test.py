@@ -6,8 +6,6 @@ import pathlib
 import matplotlib.pyplot as plt
 import pytest
 
-from jaxpruner import api
-
 FOLDER = pathlib.Path(__file__).parent.parent / "docs" / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 
@@ -20,7 +18,6 @@ def code(path):
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_every_cell_of_a_notebook_runs(path, monkeypatch, tmp_path):
   monkeypatch.chdir(tmp_path)
-  monkeypatch.setattr(api, "_REGISTRY", dict(api._REGISTRY))
   namespace = {"__name__": "notebook"}
   for cell in code(path):
     exec(compile("".join(cell["source"]), path.name, "exec"), namespace)

@@ -14,48 +14,8 @@ from jaxpruner import (
   structures,
 )
 from jaxpruner._state import Category, SparseState, apply_mask, find_state
-from jaxpruner.algorithms import (
-  ACDC,
-  DSR,
-  ITOP,
-  MEST,
-  SET,
-  SNFS,
-  SNIP,
-  Chain,
-  CrAM,
-  DecayingMaskPruning,
-  DeepR,
-  FisherPruning,
-  GlobalMagnitudePruning,
-  GlobalSaliencyPruning,
-  GraNet,
-  GraSP,
-  IterativeMagnitudePruning,
-  LampPruning,
-  MagnitudePruning,
-  MovementPruning,
-  PowerPropagation,
-  RandomPruning,
-  Rewiring,
-  RigL,
-  SaliencyPruning,
-  SoftMovementPruning,
-  SoftThresholdPruning,
-  SRigL,
-  SrStePruning,
-  StaticRandomSparse,
-  SteMagnitudePruning,
-  SteRandomPruning,
-  SteSaliencyPruning,
-  SynFlow,
-  TopKAST,
-  WoodFisherPruning,
-  chain,
-  criteria,
-  redistribution,
-  transforms,
-)
+from jaxpruner.algorithms import *  # noqa: F403
+from jaxpruner.algorithms import criteria, redistribution, transforms
 from jaxpruner.api import (
   algorithm_category,
   algorithm_class,
@@ -75,7 +35,8 @@ from jaxpruner.inspect.summary import (
   summarize_intersection,
   summarize_sparsity,
 )
-from jaxpruner.sparsity_distributions import allocation
+from jaxpruner.sparsity_distributions import allocation, register_distribution
+from jaxpruner.sparsity_schedules import register_schedule
 from jaxpruner.sparsity_types import (
   Block,
   Channel,
@@ -83,57 +44,27 @@ from jaxpruner.sparsity_types import (
   NByM,
   NbyM,
   Unstructured,
+  register_sparsity_type,
 )
 
 __version__ = "1.0.0"
 
+# Imported on first use: `import jaxpruner` stays light.
+_ON_USE = ("plot", "post_training", "sparse", "tickets")
+
 __all__ = [
-  "ACDC",
-  "DSR",
-  "ITOP",
-  "MEST",
-  "SET",
-  "SNFS",
-  "SNIP",
+  *algorithms.__all__,
+  *_ON_USE,
   "BaseUpdater",
   "Block",
   "Category",
-  "Chain",
   "Channel",
   "ConstantFanIn",
-  "CrAM",
-  "DecayingMaskPruning",
-  "DeepR",
-  "FisherPruning",
-  "GlobalMagnitudePruning",
-  "GlobalSaliencyPruning",
-  "GraNet",
-  "GraSP",
-  "IterativeMagnitudePruning",
-  "LampPruning",
-  "MagnitudePruning",
-  "MovementPruning",
   "NByM",
   "NbyM",
   "NoPruning",
-  "PowerPropagation",
-  "RandomPruning",
-  "Rewiring",
-  "RigL",
-  "SRigL",
-  "SaliencyPruning",
-  "SoftMovementPruning",
-  "SoftThresholdPruning",
   "SparseState",
-  "SrStePruning",
-  "StaticRandomSparse",
-  "SteMagnitudePruning",
-  "SteRandomPruning",
-  "SteSaliencyPruning",
-  "SynFlow",
-  "TopKAST",
   "Unstructured",
-  "WoodFisherPruning",
   "activations",
   "algorithm_category",
   "algorithm_class",
@@ -141,7 +72,6 @@ __all__ = [
   "all_algorithm_names",
   "allocation",
   "apply_mask",
-  "chain",
   "check",
   "config_from_updater",
   "create_updater_from_config",
@@ -150,11 +80,11 @@ __all__ = [
   "layers_near_collapse",
   "mask_calculator",
   "parse_sparsity_type",
-  "plot",  # pyright: ignore[reportUnsupportedDunderAll]
-  "post_training",  # pyright: ignore[reportUnsupportedDunderAll]
   "redistribution",
   "register_algorithm",
-  "sparse",  # pyright: ignore[reportUnsupportedDunderAll]
+  "register_distribution",
+  "register_schedule",
+  "register_sparsity_type",
   "sparsity_distributions",
   "sparsity_schedules",
   "sparsity_table",
@@ -163,9 +93,10 @@ __all__ = [
   "structures",
   "summarize_intersection",
   "summarize_sparsity",
-  "tickets",  # pyright: ignore[reportUnsupportedDunderAll]
   "transforms",
 ]
+# Constants, classes, functions, as ruff sorts them.
+__all__.sort(key=lambda n: (not n.isupper(), not n[0].isupper(), n))  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 # Modules that moved into a package keep their old path: `import
@@ -176,7 +107,6 @@ sys.modules[f"{__name__}.report"] = report
 
 
 def __getattr__(name: str) -> Any:
-  # Formats and files are imported on use: `import jaxpruner` stays light.
-  if name in ("plot", "sparse", "post_training", "tickets"):
+  if name in _ON_USE:
     return importlib.import_module(f"jaxpruner.{name}")
   raise AttributeError(f"module 'jaxpruner' has no attribute {name!r}")

@@ -31,7 +31,9 @@ class Category:
     when: "before", "during" or "after" training are weights removed.
     start: "dense-to-sparse", "sparse-to-sparse", or "dense".
     dynamic: whether a removed weight may come back.
-    needs: of "gradients", "data", "activations", "random".
+    needs: what the algorithm reads besides the weights; of "gradients",
+      "momentum" (the optimizer's first moment), "loss" (the function, given
+      to `bind`), "data", "activations", "random" (it draws).
     paper: who proposed it.
     cost: what it adds to a training step, in words.
   """

@@ -1,94 +1,87 @@
 """The registry of algorithms, and updaters from plain configuration."""
 
 import dataclasses
-import functools
 from collections.abc import Mapping
 from typing import Any
 
-from jaxpruner import (
-  _leaves,
-  algorithms,
-  base_updater,
-  sparsity_distributions,
-  sparsity_schedules,
-)
-from jaxpruner.config import codec as spelling
+from jaxpruner import _leaves, algorithms, base_updater
+from jaxpruner._registry import Registry as Registry
+from jaxpruner.config import codec, distribution, schedule
 
-_REGISTRY: dict[str, type[base_updater.BaseUpdater]] = {
-  "no_prune": base_updater.NoPruning,
-  "magnitude": algorithms.MagnitudePruning,
-  "random": algorithms.RandomPruning,
-  "saliency": algorithms.SaliencyPruning,
-  "magnitude_ste": algorithms.SteMagnitudePruning,
-  "random_ste": algorithms.SteRandomPruning,
-  "global_magnitude": algorithms.GlobalMagnitudePruning,
-  "global_saliency": algorithms.GlobalSaliencyPruning,
-  "static_sparse": algorithms.StaticRandomSparse,
-  "set": algorithms.SET,
-  "rigl": algorithms.RigL,
-  "snfs": algorithms.SNFS,
-  "top_kast": algorithms.TopKAST,
-  "itop": algorithms.ITOP,
-  "mest": algorithms.MEST,
-  "granet": algorithms.GraNet,
-  "dsr": algorithms.DSR,
-  "deep_r": algorithms.DeepR,
-  "srigl": algorithms.SRigL,
-  "acdc": algorithms.ACDC,
-  "movement": algorithms.MovementPruning,
-  "soft_movement": algorithms.SoftMovementPruning,
-  "str": algorithms.SoftThresholdPruning,
-  "saliency_ste": algorithms.SteSaliencyPruning,
-  "sr_ste": algorithms.SrStePruning,
-  "decaying_mask": algorithms.DecayingMaskPruning,
-  "powerpropagation": algorithms.PowerPropagation,
-  "fisher": algorithms.FisherPruning,
-  "wood_fisher": algorithms.WoodFisherPruning,
-  "cram": algorithms.CrAM,
-  "snip": algorithms.SNIP,
-  "grasp": algorithms.GraSP,
-  "synflow": algorithms.SynFlow,
-  "lamp": algorithms.LampPruning,
-  "imp": algorithms.IterativeMagnitudePruning,
-}
-
-_KEYS = (
+_REGISTRY: Registry[type[base_updater.BaseUpdater]] = Registry(
   "algorithm",
-  "dist_type",
-  "sparsity",
-  "update_freq",
-  "update_start_step",
-  "update_end_step",
-  "power",
-  "fraction",
-  "total_steps",
-  "sparsity_type",
-  "filter_fn",
-  "custom_sparsity_map",
-  "erk_power_scale",
-  "schedule",
+  "jaxpruner.register_algorithm",
+  {
+    "no_prune": base_updater.NoPruning,
+    "magnitude": algorithms.MagnitudePruning,
+    "random": algorithms.RandomPruning,
+    "saliency": algorithms.SaliencyPruning,
+    "magnitude_ste": algorithms.SteMagnitudePruning,
+    "random_ste": algorithms.SteRandomPruning,
+    "global_magnitude": algorithms.GlobalMagnitudePruning,
+    "global_saliency": algorithms.GlobalSaliencyPruning,
+    "static_sparse": algorithms.StaticRandomSparse,
+    "set": algorithms.SET,
+    "rigl": algorithms.RigL,
+    "snfs": algorithms.SNFS,
+    "top_kast": algorithms.TopKAST,
+    "itop": algorithms.ITOP,
+    "mest": algorithms.MEST,
+    "granet": algorithms.GraNet,
+    "dsr": algorithms.DSR,
+    "deep_r": algorithms.DeepR,
+    "srigl": algorithms.SRigL,
+    "acdc": algorithms.ACDC,
+    "movement": algorithms.MovementPruning,
+    "soft_movement": algorithms.SoftMovementPruning,
+    "str": algorithms.SoftThresholdPruning,
+    "saliency_ste": algorithms.SteSaliencyPruning,
+    "sr_ste": algorithms.SrStePruning,
+    "decaying_mask": algorithms.DecayingMaskPruning,
+    "powerpropagation": algorithms.PowerPropagation,
+    "fisher": algorithms.FisherPruning,
+    "wood_fisher": algorithms.WoodFisherPruning,
+    "cram": algorithms.CrAM,
+    "snip": algorithms.SNIP,
+    "grasp": algorithms.GraSP,
+    "synflow": algorithms.SynFlow,
+    "lamp": algorithms.LampPruning,
+    "imp": algorithms.IterativeMagnitudePruning,
+  },
 )
 
-# Key -> the least it may be.
-_STEPS = {
-  "update_freq": 1,
-  "update_start_step": 0,
-  "update_end_step": 0,
-  "total_steps": 1,
-}
+_KEYS = ("algorithm", "dist_type", "sparsity", "sparsity_type", "schedule")
 
 
 def all_algorithm_names() -> tuple[str, ...]:
-  """Return the names of all registered algorithms."""
+  """Return the names of all registered algorithms, yours included.
+
+  Example:
+    >>> "rigl" in all_algorithm_names()
+    True
+  """
   return tuple(_REGISTRY)
 
 
 def register_algorithm(
   name: str, algorithm: type[base_updater.BaseUpdater]
 ) -> None:
-  """Register an algorithm: configuration, `compare` and docs then know it."""
-  if not isinstance(name, str) or not name:
-    raise ValueError(f"name={name!r} must be a non-empty string")
+  """Give an algorithm a name: configuration, `compare` and docs know it then.
+
+  Args:
+    name: the name; a taken one is refused.
+    algorithm: a subclass of `BaseUpdater`.
+
+  Example:
+    >>> import dataclasses, jax, jaxpruner
+    >>> @dataclasses.dataclass(eq=False)
+    ... class Smallest(jaxpruner.BaseUpdater):
+    ...   def calculate_scores(self, params, sparse_state=None, grads=None):
+    ...     return jax.tree.map(lambda p: -abs(p), params)
+    >>> jaxpruner.register_algorithm("smallest", Smallest)
+    >>> jaxpruner.algorithm_class("smallest").__name__
+    'Smallest'
+  """
   if not (
     isinstance(algorithm, type)
     and issubclass(algorithm, base_updater.BaseUpdater)
@@ -96,29 +89,26 @@ def register_algorithm(
     raise ValueError(
       f"algorithm={algorithm!r} must be a subclass of jaxpruner.BaseUpdater"
     )
-  old = _REGISTRY.get(name, algorithm)
-  # The same class defined anew, as by running a notebook's cell again, may.
-  if old.__qualname__ != algorithm.__qualname__:
-    raise ValueError(
-      f"name={name!r} already stands for {old.__name__}; choose another for "
-      f"{algorithm.__name__}"
-    )
-  _REGISTRY[name] = algorithm
+  _REGISTRY.register(name, algorithm)
 
 
 def algorithm_class(name: str) -> type[base_updater.BaseUpdater]:
-  """Return the class registered under a name."""
-  if not isinstance(name, str) or name not in _REGISTRY:
-    raise ValueError(
-      f"algorithm={name!r} is not registered; "
-      f"{_leaves.nearest(name, _REGISTRY)} (register your own with "
-      "jaxpruner.register_algorithm)"
-    )
-  return _REGISTRY[name]
+  """Return the class registered under a name.
+
+  Example:
+    >>> algorithm_class("rigl").__name__
+    'RigL'
+  """
+  return _REGISTRY.find(name)
 
 
 def algorithm_category(name: str) -> base_updater.Category:
-  """Return where a registered algorithm stands on the map."""
+  """Return where a registered algorithm stands on the map.
+
+  Example:
+    >>> algorithm_category("rigl").start
+    'sparse-to-sparse'
+  """
   return algorithm_class(name).category
 
 
@@ -133,7 +123,8 @@ def create_updater_from_config(
 
       - `algorithm`: one of `all_algorithm_names()`,
       - `sparsity`: fraction removed; N:M types know their own,
-      - `dist_type`: "uniform" or "erk" (with `erk_power_scale`),
+      - `dist_type`: "uniform", "erk" (with `erk_power_scale`) or one given to
+        `register_distribution`, with its arguments as further keys,
       - `filter_fn`, `custom_sparsity_map`: which leaves, how much,
       - `sparsity_type`: see `parse_sparsity_type`,
       - `update_freq`, `update_start_step`, `update_end_step`, `power`: the
@@ -141,7 +132,9 @@ def create_updater_from_config(
         otherwise a ramp. `total_steps` fills in what is missing: gradual
         pruners work from 25 % to 75 % of training, sparse trainers rewire every
         100 steps until 75 %. `schedule` ("none", "one_shot", "periodic",
-        "polynomial", "alternating", "geometric") overrides the choice,
+        "polynomial", "alternating", "geometric", or one given to
+        `register_schedule`, with its fields as further keys) overrides the
+        choice,
       - `drop`, `grow`: "magnitude", "gradient", "momentum", "random" or
         "magnitude_gradient"; `redistribute`: "momentum" or "survivors": the
         parts of dynamic sparse training, or `{"name": …, field: value}`,
@@ -149,6 +142,9 @@ def create_updater_from_config(
         is in force from (see `chain`); other keys hold for all of them,
       - any further field of the algorithm, such as `drop_fraction`,
         `rng_seed`, `use_packed_masks`, `skip_gradients`.
+
+  Returns:
+    The updater; `config_from_updater` is the way back.
 
   Example:
     >>> import jaxpruner
@@ -183,25 +179,32 @@ def create_updater_from_config(
     for f in dataclasses.fields(cls)
     if f.name not in ("scheduler", "sparsity_distribution_fn")
   }
-  for key in config:
-    if key not in fields and key not in _KEYS:
-      raise ValueError(
-        f"sparsity_config key {key!r} is unknown to {config['algorithm']!r}; "
-        f"{_leaves.nearest(key, fields | set(_KEYS))}"
-      )
+  _check_keys(config, fields)
   if cls.category.start == "dense":
     return cls()
   kwargs = {
-    key: spelling.build_part(key, value) if key in spelling.PARTS else value
+    key: codec.build_part(key, value) if key in codec.PARTS else value
     for key, value in config.items()
     if key in fields
   }
-  kwargs["sparsity_type"] = spelling.parse_sparsity_type(
+  kind = codec.parse_sparsity_type(
     config.get("sparsity_type", cls.sparsity_type)
   )
-  kwargs.update(_distribution(cls, config, kwargs["sparsity_type"], fields))
-  kwargs["scheduler"] = _schedule(cls, config)
+  kwargs["sparsity_type"] = kind
+  kwargs.update(distribution.build(config, kind, fields))
+  kwargs["scheduler"] = schedule.build(cls, config)
   return cls(**kwargs)
+
+
+def _check_keys(config: Mapping[str, Any], fields: set[str]) -> None:
+  known = {*fields, *_KEYS, *schedule.STEPS, *schedule.keys()}
+  known |= distribution.keys()
+  for key in config:
+    if key not in known:
+      raise ValueError(
+        f"sparsity_config key {key!r} is unknown to {config['algorithm']!r}; "
+        f"{_leaves.nearest(key, known)}"
+      )
 
 
 def _chain(config: Mapping[str, Any]) -> algorithms.Chain:
@@ -213,147 +216,23 @@ def _chain(config: Mapping[str, Any]) -> algorithms.Chain:
   return algorithms.chain(*phases)
 
 
-def _distribution(cls, config, sparsity_type, fields) -> dict[str, Any]:
-  """Return the arguments that say how much each leaf gives."""
-  name = config.get("dist_type", "uniform")
-  if not isinstance(name, str) or name not in spelling.DISTRIBUTIONS:
-    raise ValueError(
-      f"dist_type={name!r} is unknown; "
-      f"{_leaves.nearest(name, spelling.DISTRIBUTIONS)}"
-    )
-  if "sparsity" in fields:  # a global ranking distributes by itself
-    if "sparsity" not in config:
-      raise ValueError(
-        f"sparsity_config has no 'sparsity'; {config['algorithm']!r} needs the "
-        "fraction to remove, such as 0.8"
-      )
-    return {}
-  options = {
-    key: config[key]
-    for key in ("filter_fn", "custom_sparsity_map")
-    if key in config
-  }
-  if "filter_fn" in options:
-    sparsity_distributions.check_filter(options["filter_fn"])
-  sparsity_distributions.check_map(options.get("custom_sparsity_map"))
-  if "erk_power_scale" in config:
-    if name != "erk":
-      raise ValueError(
-        f"erk_power_scale={config['erk_power_scale']!r} needs dist_type='erk', "
-        f"not {name!r}"
-      )
-    sparsity_distributions.check_power_scale(config["erk_power_scale"])
-    options["erk_power_scale"] = config["erk_power_scale"]
-  sparsity = config.get("sparsity")
-  if sparsity is None and _knows_sparsity(sparsity_type):
-    if not options and "dist_type" not in config:
-      return {}
-    if hasattr(sparsity_type, "sparsity"):
-      sparsity = sparsity_type.sparsity
-  if sparsity is None:
-    raise ValueError(
-      "sparsity_config has no 'sparsity': say what fraction to remove, such as "
-      "0.8"
-    )
-  sparsity = sparsity_distributions.check_sparsity(sparsity)
-  return {
-    "sparsity_distribution_fn": functools.partial(
-      spelling.DISTRIBUTIONS[name], sparsity=sparsity, **options
-    )
-  }
-
-
-def _knows_sparsity(sparsity_type) -> bool:
-  """Tell whether some leaves need no sparsity, N:M says it all."""
-  kinds = sparsity_type
-  kinds = kinds.values() if isinstance(kinds, Mapping) else [kinds]
-  return any(hasattr(kind, "sparsity") for kind in kinds)
-
-
-def _rewires(cls) -> bool:
-  """Tell whether the masks change at a sparsity that does not."""
-  return cls.category.dynamic and cls.category.start == "sparse-to-sparse"
-
-
-def _schedule(cls, config) -> sparsity_schedules.BaseSchedule:
-  """Return the schedule, its gaps filled from `total_steps`."""
-  for key, least in _STEPS.items():
-    value = config.get(key, least)
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-      raise ValueError(
-        f"sparsity_config: {key}={value!r} must be an integer of at least "
-        f"{least}"
-      )
-  start, end = config.get("update_start_step"), config.get("update_end_step")
-  freq = config.get("update_freq")
-  total = config.get("total_steps")
-  if total is not None:
-    if end is None:
-      end = total * 3 // 4
-    if freq is None:
-      # At least ten updates, however short the training.
-      freq = cls.update_every or max(1, min(100, end // 10))
-    if start is None:
-      start = min(freq, end) if _rewires(cls) else min(total // 4, end)
-  kind = config.get("schedule")
-  if kind == "none":
-    return sparsity_schedules.NoUpdateSchedule()
-  if start is None:
-    for key in ("update_end_step", "update_freq", "power", "schedule"):
-      if key in config:
-        raise ValueError(
-          f"sparsity_config has {key!r} but no 'update_start_step': nothing "
-          "would be updated; give the first step, or 'total_steps'"
-        )
-    return sparsity_schedules.NoUpdateSchedule()
-  if kind is None:
-    kind = (
-      "one_shot"
-      if start == end
-      else cls.default_schedule
-      or ("periodic" if _rewires(cls) else "polynomial")
-    )
-  if not isinstance(kind, str) or kind not in spelling.SCHEDULES:
-    raise ValueError(
-      f"schedule={kind!r} is unknown; "
-      f"{_leaves.nearest(kind, spelling.SCHEDULES)}"
-    )
-  if kind == "one_shot":
-    return sparsity_schedules.OneShotSchedule(target_step=start)
-  if freq is None:
-    raise ValueError(
-      "sparsity_config has no 'update_freq'; give the number of steps between "
-      "updates, or 'total_steps'"
-    )
-  if kind != "polynomial":
-    if "power" in config:
-      raise ValueError(
-        f"sparsity_config: power={config['power']!r} needs "
-        f"schedule='polynomial'; {config['algorithm']!r} updates periodically: "
-        "drop it"
-      )
-    own = {"fraction": config["fraction"]} if "fraction" in config else {}
-    if own and kind != "geometric":
-      raise ValueError(
-        f"sparsity_config: fraction={own['fraction']!r} needs "
-        f"schedule='geometric', not {kind!r}; drop it"
-      )
-    return spelling.SCHEDULES[kind](freq, start, end, **own)
-  if end is None:
-    raise ValueError(
-      f"sparsity_config has update_start_step={start!r} but no "
-      "'update_end_step'; give the last step, or 'total_steps'"
-    )
-  return sparsity_schedules.PolynomialSchedule(
-    freq, start, end, config.get("power", 3)
-  )
-
-
 def config_from_updater(updater: base_updater.BaseUpdater) -> dict[str, Any]:
   """Return the configuration of an updater, ready for JSON.
 
   `create_updater_from_config(config_from_updater(updater)) == updater`. What
   JSON cannot hold (a function of your own) is refused.
+
+  Args:
+    updater: an updater of a registered class, or a chain of such.
+
+  Returns:
+    A dict of numbers, strings, booleans, and such dicts and lists.
+
+  Example:
+    >>> import jaxpruner
+    >>> config_from_updater(
+    ...   jaxpruner.MagnitudePruning(sparsity_type=jaxpruner.NByM(2, 4)))
+    {'algorithm': 'magnitude', 'sparsity_type': 'nm_2,4,-2'}
   """
   if not isinstance(updater, base_updater.BaseUpdater):
     raise ValueError(f"updater={updater!r} must be a jaxpruner.BaseUpdater")
@@ -364,36 +243,40 @@ def config_from_updater(updater: base_updater.BaseUpdater) -> dict[str, Any]:
         for start, phase in updater.phases
       ]
     }
-  names = [name for name, cls in _REGISTRY.items() if cls is type(updater)]
-  if not names:
+  name = _REGISTRY.name_of(type(updater))
+  if name is None:
     raise ValueError(
       f"{type(updater).__name__} is not registered; call "
       "jaxpruner.register_algorithm first"
     )
-  config: dict[str, Any] = {"algorithm": names[0]}
-  if updater.category.start == "dense":
-    return config
-  for field in dataclasses.fields(updater):
-    value = getattr(updater, field.name)
-    if field.name == "sparsity_type":
-      config["sparsity_type"] = spelling.spell_type(value)
-    elif field.name == "scheduler":
-      config.update(spelling.spell_schedule(value))
-    elif field.name == "sparsity_distribution_fn":
-      if value is not base_updater.UNSET:
-        config.update(spelling.spell_distribution(value))
-      elif not _knows_sparsity(updater.sparsity_type):
-        config["sparsity"] = 0.0
-    elif field.name == "custom_sparsity_map":
-      if value:
-        config[field.name] = spelling.spell_map(value)
-    elif base_updater.frozen(value) == base_updater.frozen(field.default):
-      continue
-    elif field.name in spelling.PARTS:
-      config[field.name] = spelling.spell_part(field.name, value)
-    else:
-      config[field.name] = spelling.spell_value(field.name, value)
+  config: dict[str, Any] = {"algorithm": name}
+  if updater.category.start != "dense":
+    for field in dataclasses.fields(updater):
+      config.update(_spelled(updater, field))
   return config
+
+
+def _spelled(
+  updater: base_updater.BaseUpdater, field: dataclasses.Field
+) -> dict[str, Any]:
+  """Return the keys that describe one field."""
+  name, value = field.name, getattr(updater, field.name)
+  if name == "sparsity_type":
+    return {name: codec.spell_type(value)}
+  if name == "scheduler":
+    return codec.spell_schedule(value)
+  if name == "sparsity_distribution_fn":
+    if value is not base_updater.UNSET:
+      return codec.spell_distribution(value)
+    implied = distribution.knows_sparsity(updater.sparsity_type)
+    return {} if implied else {"sparsity": 0.0}
+  if name == "custom_sparsity_map":
+    return {name: codec.spell_map(value)} if value else {}
+  if base_updater.frozen(value) == base_updater.frozen(field.default):
+    return {}
+  if name in codec.PARTS:
+    return {name: codec.spell_part(name, value)}
+  return {name: codec.spell_value(name, value)}
 
 
 def _plain(value: Any) -> Any:

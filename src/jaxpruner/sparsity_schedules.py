@@ -1,16 +1,22 @@
 """Schedules: when are masks updated, and how far along is the sparsity?
 
 A schedule of your own is a frozen dataclass with the two methods of
-`BaseSchedule`. Both take a step that may be traced.
+`BaseSchedule`. Both take a step that may be traced. `register_schedule` gives
+it a name in configuration.
 """
 
 import dataclasses
 import functools
 import math
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, TypeVar
 
 import jax
 import jax.numpy as jnp
+
+from jaxpruner import _registry
+
+Kind = TypeVar("Kind", bound="type[BaseSchedule]")
 
 
 def _step(owner: Any, argument: str, value: Any, least: int = 0) -> None:
@@ -23,7 +29,20 @@ def _step(owner: Any, argument: str, value: Any, least: int = 0) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class BaseSchedule:
-  """The two questions every schedule answers."""
+  """The two questions every schedule answers.
+
+  In configuration a schedule is its name and its fields:
+  `{"schedule": "periodic", "update_freq": 10, "update_start_step": 0}`.
+
+  Attributes:
+    needs: keys that configuration must give, or derive from `total_steps`.
+
+  Example:
+    >>> PeriodicSchedule(10, 0).to_config()
+    {'update_freq': 10, 'update_start_step': 0}
+  """
+
+  needs: ClassVar[tuple[str, ...]] = ()
 
   def is_mask_update_iter(self, step: Any) -> Any:
     """Tell whether masks are updated at this step."""
@@ -34,6 +53,29 @@ class BaseSchedule:
     """Return the sparsities (a number or an array) in force at this step."""
     del step
     return target_sparsities
+
+  @classmethod
+  def config_keys(cls) -> tuple[str, ...]:
+    """Return the keys of a configuration that this schedule reads."""
+    return tuple(field.name for field in dataclasses.fields(cls))
+
+  @classmethod
+  def from_config(cls, config: Mapping[str, Any]) -> "BaseSchedule":
+    """Return the schedule that a configuration describes.
+
+    Args:
+      config: keys and values; those among `config_keys()` are taken.
+        `update_freq`, `update_start_step` and `update_end_step` were filled
+        in from `total_steps`, where that is given.
+    """
+    return cls(
+      **{key: config[key] for key in cls.config_keys() if key in config}
+    )
+
+  def to_config(self) -> dict[str, Any]:
+    """Return the keys and values from which `from_config` makes this again."""
+    fields = dataclasses.asdict(self)
+    return {key: value for key, value in fields.items() if value is not None}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,8 +89,21 @@ class OneShotSchedule(BaseSchedule):
 
   target_step: int = 0
 
+  needs: ClassVar[tuple[str, ...]] = ("update_start_step",)
+
   def __post_init__(self):
     _step(self, "target_step", self.target_step)
+
+  @classmethod
+  def config_keys(cls) -> tuple[str, ...]:
+    return ("update_start_step",)
+
+  @classmethod
+  def from_config(cls, config: Mapping[str, Any]) -> BaseSchedule:
+    return cls(config["update_start_step"])
+
+  def to_config(self) -> dict[str, Any]:
+    return {"update_start_step": self.target_step}
 
   def is_mask_update_iter(self, step: Any) -> Any:
     return jnp.equal(step, self.target_step)
@@ -69,6 +124,8 @@ class PeriodicSchedule(BaseSchedule):
   update_freq: int = 100
   update_start_step: int = 0
   update_end_step: int | None = None
+
+  needs: ClassVar[tuple[str, ...]] = ("update_start_step", "update_freq")
 
   def __post_init__(self):
     _step(self, "update_freq", self.update_freq, least=1)
@@ -101,6 +158,11 @@ class PolynomialSchedule(PeriodicSchedule):
   """
 
   power: float = 3
+
+  needs: ClassVar[tuple[str, ...]] = (
+    *PeriodicSchedule.needs,
+    "update_end_step",
+  )
 
   def __post_init__(self):
     super().__post_init__()
@@ -139,6 +201,11 @@ class AlternatingSchedule(PeriodicSchedule):
   on: the one schedule whose sparsity falls (Peste et al., 2021).
   """
 
+  needs: ClassVar[tuple[str, ...]] = (
+    *PeriodicSchedule.needs,
+    "update_end_step",
+  )
+
   def __post_init__(self):
     super().__post_init__()
     if self.update_end_step is None:
@@ -167,6 +234,11 @@ class GeometricSchedule(PeriodicSchedule):
 
   fraction: float = 0.2
 
+  needs: ClassVar[tuple[str, ...]] = (
+    *PeriodicSchedule.needs,
+    "update_end_step",
+  )
+
   def __post_init__(self):
     super().__post_init__()
     if self.update_end_step is None:
@@ -188,6 +260,58 @@ class GeometricSchedule(PeriodicSchedule):
     assert self.update_end_step is not None  # as in PolynomialSchedule
     done = jnp.greater_equal(step, self.update_end_step)
     return jnp.where(done, target, jnp.minimum(1 - left, target))
+
+
+SCHEDULES: _registry.Registry[type[BaseSchedule]] = _registry.Registry(
+  "schedule",
+  "jaxpruner.register_schedule",
+  {
+    "none": NoUpdateSchedule,
+    "one_shot": OneShotSchedule,
+    "periodic": PeriodicSchedule,
+    "polynomial": PolynomialSchedule,
+    "alternating": AlternatingSchedule,
+    "geometric": GeometricSchedule,
+  },
+)
+
+
+def register_schedule(name: str) -> Callable[[Kind], Kind]:
+  """Give a schedule a name in configuration: a class decorator.
+
+  `schedule="name"` then stands for it, and its fields are further keys. Steps
+  called `update_freq`, `update_start_step` and `update_end_step` are derived
+  from `total_steps` where it is given.
+
+  Args:
+    name: the name; a taken one is refused.
+
+  Returns:
+    A function that registers a subclass of `BaseSchedule` and returns it.
+
+  Example:
+    >>> import dataclasses, jaxpruner
+    >>> @jaxpruner.register_schedule("two_steps")
+    ... @dataclasses.dataclass(frozen=True)
+    ... class TwoSteps(jaxpruner.sparsity_schedules.BaseSchedule):
+    ...   first: int = 10
+    ...   second: int = 20
+    >>> jaxpruner.create_updater_from_config(
+    ...   {"algorithm": "magnitude", "sparsity": 0.5, "schedule": "two_steps",
+    ...    "second": 30}).scheduler
+    TwoSteps(first=10, second=30)
+  """
+
+  def register(cls: Kind) -> Kind:
+    if not (isinstance(cls, type) and issubclass(cls, BaseSchedule)):
+      raise ValueError(
+        f"schedule={cls!r} must be a subclass of "
+        "jaxpruner.sparsity_schedules.BaseSchedule"
+      )
+    SCHEDULES.register(name, cls)
+    return cls
+
+  return register
 
 
 @functools.partial(jax.jit, static_argnums=1)

@@ -6,15 +6,14 @@ import numpy as np
 import pytest
 
 from jaxpruner import post_training, sources
-from jaxpruner.post_training import (
-  _pattern,
-  alps,
-  matrix,
-  models,
-  obc,
-  sparsegpt,
-)
+from jaxpruner.post_training import _pattern, models, solve_layer
 from jaxpruner.post_training.calibration import Statistics
+from jaxpruner.post_training.solvers import alps, obc, sparsegpt
+from jaxpruner.sparsity_types import Block, NByM
+
+
+def pattern_of(n, m):
+  return _pattern.Pattern(NByM(n, m)) if m else _pattern.FREE
 
 
 def layer(seed, inputs=192, outputs=48, tokens=700):
@@ -41,7 +40,7 @@ def error(w, new, gram):
 @pytest.mark.parametrize("n, m", [(0, 0), (2, 4), (4, 8)])
 def test_sparsegpt_follows_the_paper(seed, n, m):
   w, gram = layer(seed)
-  pattern = _pattern.Pattern(n, m)
+  pattern = pattern_of(n, m)
   new, mask = sparsegpt.prune(jnp.asarray(w), jnp.asarray(gram), 0.5, pattern)
   theirs, kept = reference.sparsegpt(w, gram, 0.5, n, m)
   np.testing.assert_array_equal(np.asarray(mask) != 0, kept)
@@ -64,9 +63,9 @@ def test_wanda_ranks_within_each_output(n, m):
   w, gram = layer(4)
   square = jnp.asarray(np.diag(gram))[None]
   seen = Statistics(1, jnp.zeros_like(square), square)
-  pattern = _pattern.Pattern(n, m)
-  new, mask = matrix.prune(
-    w[None], seen, 0.5, pattern, matrix.Settings("wanda")
+  pattern = pattern_of(n, m)
+  new, mask = solve_layer.prune(
+    w[None], seen, 0.5, pattern, solve_layer.Settings("wanda")
   )
   theirs, kept = reference.wanda(w, gram, 0.5, n, m)
   np.testing.assert_array_equal(np.asarray(mask[0]) != 0, kept)
@@ -83,7 +82,7 @@ def test_obc_removes_what_brain_surgeon_would():
 
 def test_obc_fills_groups_of_m_with_n():
   w, gram = layer(6, inputs=24, outputs=6, tokens=100)
-  pattern = _pattern.Pattern(2, 4)
+  pattern = pattern_of(2, 4)
   new, mask = obc.prune(jnp.asarray(w), jnp.asarray(gram), 0.5, pattern)
   assert (np.asarray(mask).reshape(6, 4, 6).sum(1) == 2).all()
   assert not np.asarray(new)[np.asarray(mask) == 0].any()
@@ -105,7 +104,9 @@ def test_methods_that_know_more_err_less():
   seen = Statistics(1, square, square, jnp.asarray(gram)[None])
   errors = {}
   for name in ("magnitude", "wanda", "sparsegpt", "alps"):
-    new, mask = matrix.prune(w[None], seen, 0.5, settings=matrix.Settings(name))
+    new, mask = solve_layer.prune(
+      w[None], seen, 0.5, settings=solve_layer.Settings(name)
+    )
     errors[name] = error(w, new[0], gram)
     assert not np.asarray(new)[np.asarray(mask) == 0].any()
   order = sorted(errors, key=lambda name: errors[name])
@@ -114,7 +115,7 @@ def test_methods_that_know_more_err_less():
 
 def test_blocks_are_kept_or_removed_whole():
   w, gram = layer(9)
-  pattern = _pattern.Pattern(block=(4, 8))
+  pattern = _pattern.Pattern(Block((4, 8)))
   new, mask = sparsegpt.prune(jnp.asarray(w), jnp.asarray(gram), 0.5, pattern)
   blocks = np.asarray(mask).reshape(48, 4, 6, 8).sum((1, 3))
   assert set(np.unique(blocks)) == {0, 32}
@@ -150,7 +151,7 @@ def test_real_layers_follow_the_papers_too():
     (found,) = seen[path]
     gram = np.asarray(found.gram[0])
     for n, m in ((0, 0), (2, 4)):
-      pattern = _pattern.Pattern(n, m)
+      pattern = pattern_of(n, m)
       new, mask = sparsegpt.prune(
         jnp.asarray(w), jnp.asarray(gram), 0.5, pattern
       )
@@ -160,8 +161,8 @@ def test_real_layers_follow_the_papers_too():
       assert other.mean() < 5e-4, f"{path} {n}:{m}: {other.sum()} differ"
       same = ~other.any(axis=0)
       close(np.asarray(new)[:, same], theirs[:, same])
-      new, mask = matrix.prune(
-        w[None], found, 0.5, pattern, matrix.Settings("wanda")
+      new, mask = solve_layer.prune(
+        w[None], found, 0.5, pattern, solve_layer.Settings("wanda")
       )
       theirs, kept = reference.wanda(w, gram, 0.5, n, m)
       np.testing.assert_array_equal(np.asarray(mask[0]) != 0, kept)

@@ -1,87 +1,62 @@
-"""The algorithms, one file per family."""
+"""The algorithms, one file per family.
 
-from jaxpruner.algorithms.alternating import ACDC
-from jaxpruner.algorithms.at_init import SNIP, GraSP, SynFlow
-from jaxpruner.algorithms.cram import CrAM
-from jaxpruner.algorithms.decaying import DecayingMaskPruning
-from jaxpruner.algorithms.dynamic import (
-  DSR,
-  ITOP,
-  MEST,
-  SNFS,
-  DeepR,
-  GraNet,
-  SRigL,
+A new one is its class, one import here, and one line in `api._REGISTRY`.
+"""
+
+from jaxpruner.algorithms.alternating import ACDC as ACDC
+from jaxpruner.algorithms.at_init import SNIP as SNIP
+from jaxpruner.algorithms.at_init import GraSP as GraSP
+from jaxpruner.algorithms.at_init import SynFlow as SynFlow
+from jaxpruner.algorithms.cram import CrAM as CrAM
+from jaxpruner.algorithms.decaying import (
+  DecayingMaskPruning as DecayingMaskPruning,
 )
-from jaxpruner.algorithms.fisher import FisherPruning, WoodFisherPruning
+from jaxpruner.algorithms.dynamic import DSR as DSR
+from jaxpruner.algorithms.dynamic import ITOP as ITOP
+from jaxpruner.algorithms.dynamic import MEST as MEST
+from jaxpruner.algorithms.dynamic import SNFS as SNFS
+from jaxpruner.algorithms.dynamic import DeepR as DeepR
+from jaxpruner.algorithms.dynamic import GraNet as GraNet
+from jaxpruner.algorithms.dynamic import SRigL as SRigL
+from jaxpruner.algorithms.fisher import FisherPruning as FisherPruning
+from jaxpruner.algorithms.fisher import WoodFisherPruning as WoodFisherPruning
 from jaxpruner.algorithms.global_pruners import (
-  GlobalMagnitudePruning,
-  GlobalSaliencyPruning,
-  LampPruning,
+  GlobalMagnitudePruning as GlobalMagnitudePruning,
 )
-from jaxpruner.algorithms.imp import IterativeMagnitudePruning
+from jaxpruner.algorithms.global_pruners import (
+  GlobalSaliencyPruning as GlobalSaliencyPruning,
+)
+from jaxpruner.algorithms.global_pruners import LampPruning as LampPruning
+from jaxpruner.algorithms.imp import (
+  IterativeMagnitudePruning as IterativeMagnitudePruning,
+)
+from jaxpruner.algorithms.movement import MovementPruning as MovementPruning
 from jaxpruner.algorithms.movement import (
-  MovementPruning,
-  SoftMovementPruning,
+  SoftMovementPruning as SoftMovementPruning,
 )
-from jaxpruner.algorithms.phases import Chain, chain
-from jaxpruner.algorithms.powerprop import PowerPropagation
-from jaxpruner.algorithms.pruners import (
-  MagnitudePruning,
-  RandomPruning,
-  SaliencyPruning,
+from jaxpruner.algorithms.phases import Chain as Chain
+from jaxpruner.algorithms.phases import chain as chain
+from jaxpruner.algorithms.powerprop import PowerPropagation as PowerPropagation
+from jaxpruner.algorithms.pruners import MagnitudePruning as MagnitudePruning
+from jaxpruner.algorithms.pruners import RandomPruning as RandomPruning
+from jaxpruner.algorithms.pruners import SaliencyPruning as SaliencyPruning
+from jaxpruner.algorithms.soft_threshold import (
+  SoftThresholdPruning as SoftThresholdPruning,
 )
-from jaxpruner.algorithms.soft_threshold import SoftThresholdPruning
+from jaxpruner.algorithms.sparse_trainers import SET as SET
+from jaxpruner.algorithms.sparse_trainers import Rewiring as Rewiring
+from jaxpruner.algorithms.sparse_trainers import RigL as RigL
 from jaxpruner.algorithms.sparse_trainers import (
-  SET,
-  Rewiring,
-  RigL,
-  StaticRandomSparse,
+  StaticRandomSparse as StaticRandomSparse,
 )
-from jaxpruner.algorithms.ste import (
-  SrStePruning,
-  SteMagnitudePruning,
-  SteRandomPruning,
-  SteSaliencyPruning,
-)
-from jaxpruner.algorithms.top_kast import TopKAST
+from jaxpruner.algorithms.ste import SrStePruning as SrStePruning
+from jaxpruner.algorithms.ste import SteMagnitudePruning as SteMagnitudePruning
+from jaxpruner.algorithms.ste import SteRandomPruning as SteRandomPruning
+from jaxpruner.algorithms.ste import SteSaliencyPruning as SteSaliencyPruning
+from jaxpruner.algorithms.top_kast import TopKAST as TopKAST
 
-__all__ = [
-  "ACDC",
-  "DSR",
-  "ITOP",
-  "MEST",
-  "SET",
-  "SNFS",
-  "SNIP",
-  "Chain",
-  "CrAM",
-  "DecayingMaskPruning",
-  "DeepR",
-  "FisherPruning",
-  "GlobalMagnitudePruning",
-  "GlobalSaliencyPruning",
-  "GraNet",
-  "GraSP",
-  "IterativeMagnitudePruning",
-  "LampPruning",
-  "MagnitudePruning",
-  "MovementPruning",
-  "PowerPropagation",
-  "RandomPruning",
-  "Rewiring",
-  "RigL",
-  "SRigL",
-  "SaliencyPruning",
-  "SoftMovementPruning",
-  "SoftThresholdPruning",
-  "SrStePruning",
-  "StaticRandomSparse",
-  "SteMagnitudePruning",
-  "SteRandomPruning",
-  "SteSaliencyPruning",
-  "SynFlow",
-  "TopKAST",
-  "WoodFisherPruning",
+# Every class imported above, so that a new algorithm is named here once.
+__all__ = [  # pyright: ignore[reportUnsupportedDunderAll]
+  *(name for name, value in list(globals().items()) if isinstance(value, type)),
   "chain",
 ]

@@ -5,7 +5,6 @@ import difflib
 import hashlib
 import importlib
 import json
-import re
 import tomllib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -214,11 +213,14 @@ def read_config(path: str) -> dict[str, Any]:
 
 
 def type_sparsity(name: str) -> float | None:
-  """Return the sparsity an N:M type dictates (N kept of M), else None."""
-  found = re.fullmatch(r"(?:nm_)?(\d+)[:,](\d+)", name)
-  if not found:
+  """Return the sparsity a type dictates (2:4 removes 0.5), else None."""
+  if not name:
     return None
-  kept, size = map(int, found.groups())
-  if not 0 < kept < size:
+  try:
+    kind = jaxpruner.parse_sparsity_type(name)
+  except ValueError as error:
+    raise ValueError(f"--type {name!r}: {error}") from error
+  sparsity = getattr(kind, "sparsity", None)
+  if sparsity is not None and not 0 < sparsity < 1:
     raise ValueError(f"--type {name!r}: N:M keeps N of M, 0 < N < M")
-  return 1 - kept / size
+  return sparsity

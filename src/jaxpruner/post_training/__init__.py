@@ -7,15 +7,19 @@ from jaxpruner import _on_use
 
 # name -> the module below jaxpruner.post_training that defines it
 _MODULES = {
-  "Layer": "outcome",
-  "Report": "outcome",
+  "Layer": "prune_report",
+  "Pattern": "_pattern",
+  "PruneReport": "prune_report",
+  "Report": "prune_report",
+  "Solver": "solvers.table",
   "Statistics": "calibration",
   "add_lora": "lora",
   "apply_lora": "lora",
   "calibrate": "calibration",
-  "hold_masks": "holding",
+  "hold_masks": "fixed_masks",
   "merge_lora": "lora",
   "prune": "pruning",
+  "register_solver": "solvers.table",
 }
 
 __all__ = sorted(_MODULES)  # pyright: ignore[reportUnsupportedDunderAll]

@@ -1,36 +1,78 @@
 """Sparsity types as they look on a weight laid out as (inputs, outputs)."""
 
-from typing import NamedTuple
+import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpruner import mask_calculator, sparsity_types
-from jaxpruner.sparsity_types import Block, NByM, Unstructured
+from jaxpruner import mask_calculator
+from jaxpruner.sparsity_types import Block, NByM, SparsityType, Unstructured
 
 
-class Pattern(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Pattern:
   """What a mask of an (inputs, outputs) matrix may look like.
 
-  `n` of `m` inputs are kept for each output; or blocks of `block` inputs ×
-  outputs are kept whole; or, with neither, single weights.
+  A solver that only ranks scores needs `mask`. One that removes weights one
+  after another asks `n` and `m`, or `block`, and refuses other kinds with
+  `refuse_other`.
+
+  Attributes:
+    kind: the sparsity type, as `SparsityType.on_matrix` returned it.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> scores = jnp.array([[[4.0, 1.0], [3.0, 2.0]]])
+    >>> Pattern(NByM(1, 2)).mask(scores, 0.5).tolist()
+    [[[1, 0], [0, 1]]]
   """
 
-  n: int = 0
-  m: int = 0
-  block: tuple[int, int] | None = None
-  use_avg_pooling: bool = True
+  kind: SparsityType = Unstructured()
+
+  @property
+  def n(self) -> int:
+    """Inputs kept of every `m`; 0 if the kind is not N:M."""
+    return self.kind.n if type(self.kind) is NByM else 0
+
+  @property
+  def m(self) -> int:
+    """Inputs per group; 0 if the kind is not N:M."""
+    return self.kind.m if type(self.kind) is NByM else 0
+
+  @property
+  def block(self) -> tuple[int, int] | None:
+    """Inputs × outputs kept or removed whole; None if not of blocks."""
+    return self.kind.block_shape if type(self.kind) is Block else None
+
+  def refuse_other(self, solver: str, *kinds: type[SparsityType]) -> None:
+    """Raise unless the kind is one that a solver knows."""
+    if type(self.kind) not in kinds:
+      known = ", ".join(kind.__name__ for kind in kinds)
+      raise ValueError(
+        f"method={solver!r} knows the sparsity types {known}, not "
+        f"{self.kind!r}; use 'magnitude', 'wanda' or 'alps'"
+      )
 
   def mask(
     self, scores: jax.Array, sparsity: float, per_output: bool = False
   ) -> jax.Array:
-    """Keep the highest scores of a (groups, inputs, outputs) array."""
+    """Keep the highest scores.
+
+    Args:
+      scores: (groups, inputs, outputs).
+      sparsity: fraction removed.
+      per_output: rank the inputs of each output among themselves, where
+        single weights may go.
+
+    Returns:
+      The mask, uint8, 1 = kept.
+    """
     if self.m:
       return mask_calculator.n_by_m_mask(scores, self.n, self.m, axis=-2)
-    if self.block:
-      kind = Block(self.block, self.use_avg_pooling)
-      return jax.vmap(lambda s: kind.mask(s, sparsity))(scores)
+    if type(self.kind) is not Unstructured:
+      return jax.vmap(lambda s: self.kind.mask(s, sparsity))(scores)
     if per_output:
       ones = mask_calculator.num_ones(scores.shape[-2], sparsity)
       choose = lambda s: mask_calculator.topk_masks([s], [ones])[0]
@@ -41,70 +83,62 @@ class Pattern(NamedTuple):
 FREE = Pattern()  # single weights, anywhere
 
 
-def of(kind: object, indices: np.ndarray, shape: tuple, run: int, name: str):
-  """Translate a sparsity type for a weight of a given layout.
+def of(
+  kind: Any, indices: np.ndarray, shape: tuple[int, ...], run: int, name: str
+) -> Pattern:
+  """Return a sparsity type as it looks on a weight of a given layout.
 
   Args:
-    kind: Unstructured, NByM or Block.
+    kind: a sparsity type with `on_matrix`.
     indices: which element of the leaf each element of the matrix is.
     shape: the leaf's shape.
     run: how many inputs lie in one run.
     name: the leaf, for errors.
   """
-  if type(kind) is Unstructured:
-    return Pattern()
-  if isinstance(kind, NByM):
-    if run % kind.m:
-      raise ValueError(
-        f"params leaf {name!r}: {kind.n}:{kind.m} groups run along the inputs "
-        f"of a product, here {run}, which {kind.m} does not divide; leave the "
-        "leaf out with filter_fn"
-      )
-    return Pattern(n=kind.n, m=kind.m)
-  if isinstance(kind, Block):
-    if len(shape) >= 2:
-      # A step along an axis of the matrix tells which axis of the leaf it is.
-      steps = [
-        int(indices[0, 1, 0]) - int(indices[0, 0, 0])
-        if indices.shape[1] > 1
-        else 0,
-        int(indices[0, 0, 1]) - int(indices[0, 0, 0])
-        if indices.shape[2] > 1
-        else 0,
-      ]
-      height, width = kind.block_shape
-      if steps == [shape[-1], 1] and not run % height:
-        return Pattern(
-          block=(height, width), use_avg_pooling=kind.use_avg_pooling
-        )
-      if steps == [1, shape[-1]] and not run % width:
-        return Pattern(
-          block=(width, height), use_avg_pooling=kind.use_avg_pooling
-        )
+  ask = getattr(kind, "on_matrix", lambda axes: None)
+  found = ask(_axes(indices, shape))
+  if found is None:
     raise ValueError(
-      f"params leaf {name!r} of shape {shape}: blocks must lie on its inputs "
-      "and outputs as last two axes and divide the inputs; leave the leaf out "
-      "with filter_fn or choose another block shape"
+      f"sparsity_type={kind!r} for params leaf {name!r} of shape {shape}: "
+      "pruning after training knows Unstructured, NByM and Block, types that "
+      "define on_matrix, and blocks only where inputs and outputs are the last "
+      "two axes; leave the leaf out with filter_fn"
     )
-  raise ValueError(
-    f"sparsity_type={kind!r} for params leaf {name!r}: pruning after training "
-    "knows Unstructured, NByM and Block"
-  )
+  if run % found.inputs_together:
+    raise ValueError(
+      f"params leaf {name!r}: {kind!r} joins {found.inputs_together} inputs, "
+      f"which does not divide the {run} inputs of its product; leave the leaf "
+      "out with filter_fn or choose another size"
+    )
+  return Pattern(found)
+
+
+def _axes(indices: np.ndarray, shape: tuple) -> tuple[int, int] | None:
+  """Return which of the leaf's last two axes inputs and outputs lie on."""
+  if len(shape) < 2:
+    return None
+  # A step along an axis of the matrix tells which axis of the leaf it is.
+  first = int(indices[0, 0, 0])
+  steps = [
+    int(indices[0, 1, 0]) - first if indices.shape[1] > 1 else 0,
+    int(indices[0, 0, 1]) - first if indices.shape[2] > 1 else 0,
+  ]
+  if steps == [shape[-1], 1]:
+    return -2, -1
+  return (-1, -2) if steps == [1, shape[-1]] else None
 
 
 def panel_units(
   pattern: Pattern, scores: jax.Array, ones: jax.Array
 ) -> jax.Array:
   """Choose `ones` units of an (inputs, outputs) panel by their scores."""
-  if not pattern.block:
-    return mask_calculator.topk_masks([scores], [ones])[0]
-  kind = Block(pattern.block, pattern.use_avg_pooling)
+  kind = pattern.kind
   units = mask_calculator.topk_masks([kind.pool(scores)], [ones])[0]
   return kind.expand(units, scores.shape).astype(jnp.uint8)
 
 
 def units(pattern: Pattern, shape: tuple[int, int]) -> int:
   """Return among how many units of a panel the choice is made."""
-  if not pattern.block:
+  if pattern.m:  # chosen group by group, counted as single weights
     return shape[0] * shape[1]
-  return sparsity_types.Block(pattern.block).units(shape)
+  return pattern.kind.units(shape)

@@ -13,17 +13,21 @@ import numpy as np
 
 from jaxpruner import sources, sparse
 from jaxpruner.compare import data
-from jaxpruner.post_training import evaluation, matrix, models, pruning, texts
+from jaxpruner.post_training import (
+  calibration_text,
+  evaluation,
+  models,
+  pruning,
+)
 from jaxpruner.post_training.models import resnet50
+from jaxpruner.post_training.solvers.table import SOLVERS
 from jaxpruner.sparse._table import size, table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
   """Declare the options."""
   parser.add_argument("--model", required=True, choices=sorted(models.MODELS))
-  parser.add_argument(
-    "--method", default="sparsegpt", choices=sorted(matrix.METHODS)
-  )
+  parser.add_argument("--method", default="sparsegpt", choices=sorted(SOLVERS))
   parser.add_argument(
     "--sparsity", type=float, help="fraction removed; N:M types imply it"
   )
@@ -75,7 +79,9 @@ def _inputs(args: argparse.Namespace, model: models.Model) -> tuple[Any, ...]:
     return model.sample(args.samples, 0), model.sample(args.judge, 1), None
   if model.kind == "text":
     parts = [
-      texts.mixed([_text(args, i)], model.tokenizer.encode, model.window, rows)
+      calibration_text.mixed(
+        [_text(args, i)], model.tokenizer.encode, model.window, rows
+      )
       for i, rows in enumerate((args.samples, args.judge))
     ]
     return *parts, None

@@ -14,19 +14,21 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpruner import sparsity_distributions
-from jaxpruner.config import codec as spelling
+from jaxpruner.config import codec
 from jaxpruner.post_training import (
   _graph,
   _pattern,
   _stream,
   calibration,
-  matrix,
-  owl,
+  solve_layer,
 )
 from jaxpruner.post_training.calibration import ApplyFn, FilterFn, Statistics
-from jaxpruner.post_training.outcome import Layer, Report
+from jaxpruner.post_training.prune_report import Layer, PruneReport
+from jaxpruner.post_training.solvers.table import Solver
 from jaxpruner.sparse import files
-from jaxpruner.sparsity_distributions import default_filter
+from jaxpruner.sparsity_distributions import default_filter, table
+from jaxpruner.sparsity_distributions.owl import THRESHOLD
+from jaxpruner.sparsity_distributions.table import DISTRIBUTIONS
 
 
 def prune(
@@ -34,7 +36,7 @@ def prune(
   params: Any,
   batches: Iterable[Any],
   *,
-  method: str = "sparsegpt",
+  method: str | Solver | Callable[..., Any] = "sparsegpt",
   sparsity: float | None = None,
   sparsity_type: Any = None,
   filter_fn: FilterFn = default_filter,
@@ -50,7 +52,7 @@ def prune(
   donate: bool = False,
   folder: str | os.PathLike | None = None,
   progress: Callable[[int, int, str], None] | None = None,
-) -> tuple[Any, Any, Report]:
+) -> tuple[Any, Any, PruneReport]:
   """Prune a trained model on a few batches of data, without training.
 
   `apply_fn` is traced once; each weight that multiplies activations is pruned
@@ -64,14 +66,17 @@ def prune(
     batches: an iterable of batches of equal shapes, read once.
     method: "magnitude"; "wanda", |w| ‖x‖ per output; "sparsegpt", which edits
       the kept weights; "obc", exact greedy removal for small layers; "alps",
-      ADMM, slower and closer to the dense model.
+      ADMM, slower and closer to the dense model; a name given to
+      `register_solver`; or a solver itself, see `Solver`.
     sparsity: fraction removed; an N:M type implies it.
-    sparsity_type: Unstructured, NByM, Block or their spelling ("2:4", "4x4").
-      N:M groups run along the inputs, which the trace knows, whatever `axis`.
+    sparsity_type: Unstructured, NByM, Block, another type with `on_matrix`, or
+      their spelling ("2:4", "4x4"). N:M groups run along the inputs, which the
+      trace knows, whatever `axis`.
     filter_fn: `(names, param) -> bool`, the leaves to prune.
     custom_sparsity_map: exact path or glob to the sparsity of these leaves,
       None to keep them dense.
-    allocation: "uniform", "erk", or "owl": layers with more outliers less.
+    allocation: "uniform", "erk", "owl" (layers with more outliers less), or a
+      name given to `jaxpruner.register_distribution`.
     sequential: later layers see what the pruned earlier ones give them; False
       calibrates all on the dense model.
     refine: conjugate-gradient steps that re-fit kept weights, mask fixed.
@@ -99,14 +104,15 @@ def prune(
     >>> int(masks["w"].sum()), report.sparsity
     (16, 0.5)
   """
-  settings = matrix.Settings(method, damping, block_size, refine)
-  kind = spelling.parse_sparsity_type(sparsity_type)
+  settings = solve_layer.Settings(method, damping, block_size, refine)
+  kind = codec.parse_sparsity_type(sparsity_type)
   sparsity = getattr(kind, "sparsity", None) if sparsity is None else sparsity
   if sparsity is None:
     raise ValueError("sparsity is missing; give the fraction removed, as 0.5")
-  if allocation not in ("uniform", "erk", "owl"):
+  if allocation != "owl" and allocation not in DISTRIBUTIONS:
     raise ValueError(
-      f"allocation={allocation!r} must be 'uniform', 'erk' or 'owl'"
+      f"allocation={allocation!r} must be 'owl' or one of "
+      f"{', '.join(DISTRIBUTIONS)}"
     )
   if donate and not sequential:
     raise ValueError(
@@ -127,7 +133,8 @@ def prune(
   if folder is not None:
     job.keep(pathlib.Path(folder))
   job.run(progress or (lambda done, total, name: None))
-  report = Report(tuple(job.layers), model.skipped, time.perf_counter() - start)
+  seconds = time.perf_counter() - start
+  report = PruneReport(tuple(job.layers), model.skipped, seconds)
   return model.tree(job.leaves), model.tree(job.masks, None), report
 
 
@@ -142,15 +149,39 @@ def _targets(model, sparsity, allocation, custom) -> dict[int, float | None]:
     for i in chosen
   }
   if allocation == "owl":
-    tree = owl.sparsities(model, shapes, sparsity, custom)
-  else:
-    tree = getattr(sparsity_distributions, allocation)(
-      shapes,
-      sparsity=sparsity,
-      filter_fn=lambda names, leaf: True,
-      custom_sparsity_map=custom,
+    tree = sparsity_distributions.owl_by_layer(
+      shapes, sparsity, _outliers(model), custom
     )
+  else:
+    given = {"filter_fn": lambda names, leaf: True}
+    given["custom_sparsity_map"] = custom
+    distribution = DISTRIBUTIONS[allocation]
+    known = table.options(distribution)
+    if custom and "custom_sparsity_map" not in known:
+      raise ValueError(
+        f"custom_sparsity_map={custom!r} is not an argument of "
+        f"allocation={allocation!r}; drop it"
+      )
+    options = {key: given[key] for key in given if key in known}
+    tree = distribution(shapes, sparsity=sparsity, **options)
   return {i: tree[model.name(i)] for i in chosen}
+
+
+def _outliers(model) -> dict[str, list[tuple[int, float]]]:
+  """Return the sizes and outlier ratios of each weight's parts.
+
+  Scores are Wanda's, |w| ‖x‖. One pass over the batches.
+  """
+  found: dict[str, list[tuple[int, float]]] = {}
+  _, cuts = model.stream(False, False, lambda cut: False)
+  for cut, sums in cuts:
+    for part in cut.parts:
+      norm = np.asarray(calibration.statistics(part, sums).norm)
+      w, _ = part.matrix(model.leaves[part.leaf])
+      scores = w * norm[:, :, None]
+      ratio = sparsity_distributions.outlier_ratio(scores, THRESHOLD)
+      found.setdefault(model.name(part.leaf), []).append((scores.size, ratio))
+  return found
 
 
 class _Job:
@@ -182,7 +213,7 @@ class _Job:
       digest.update(self._model.name(part.leaf).encode())
       digest.update(np.asarray(leaf).tobytes())
     job = {
-      "settings": dataclasses.asdict(self._settings),
+      "settings": self._settings.as_dict(),
       "targets": {self._model.name(i): s for i, s in self._targets.items()},
       "type": repr(self._kind),
       "refit": self._refit,
@@ -240,10 +271,10 @@ class _Job:
     pattern = self._pattern(part)
     sparsity = self._targets[part.leaf]
     assert sparsity is not None
-    new, mask = matrix.prune(w, seen, sparsity, pattern, self._settings)
+    new, mask = solve_layer.prune(w, seen, sparsity, pattern, self._settings)
     error = None
     if seen is not None and seen.gram is not None:
-      error = float(matrix.error(new - w, w, seen.gram))
+      error = float(solve_layer.error(new - w, w, seen.gram))
     if self._refit and part.bias is not None and seen is not None:
       lost = jnp.einsum("gi,gio->o", seen.mean, w - new)
       bias = self.leaves[part.bias]

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpruner.sparse import format_bitmask, formats
+from jaxpruner.sparse import formats
 from jaxpruner.sparse._rewrite import Stacked
 
 Timer = Callable[[Mapping[str, Callable[[], Any]]], dict[str, float]]
@@ -31,7 +31,6 @@ MIN_SIZE = 4096
 # what takes microseconds beyond the noise of calling it.
 MARGIN = 1.1
 CALL = 5e-6
-BLOCK_SIZES = (128, 64, 32)
 # Seconds that a measurement takes at least, if its budget has them.
 LEAST = 0.05
 
@@ -64,38 +63,25 @@ def measure(
   return {name: float(np.quantile(t, 0.1)) for name, t in times.items()}
 
 
-def candidates(kept: np.ndarray, batch: int) -> dict[str, dict[str, Any]]:
+def candidates(
+  kept: np.ndarray, batch: int, stacked: bool = False
+) -> dict[str, dict[str, Any]]:
   """Return the formats, with their options, that may beat dense.
 
   Args:
     kept: the boolean (contracted, kept) mask of one weight.
     batch: how many rows it multiplies.
+    stacked: whether the weight is one of a stack of layers.
   """
-  density = kept.mean()
+  seen = formats.Kept(kept, batch)
   found: dict[str, dict[str, Any]] = {}
-  inner = kept.any(axis=1).mean() * kept.any(axis=0).mean()
-  if inner <= 0.9:
-    found["compact"] = {}
-  for size in BLOCK_SIZES:
-    if min(kept.shape) < size:
-      continue
-    stored = block_density(kept, size)
-    # Blocks must be mostly full, and not merely removed rows and columns.
-    if stored <= 0.6 and density >= 0.7 * stored and stored < 0.9 * inner:
-      found["block"] = {"block_shape": (size, size)}
-      break
-  if density <= 0.55:
-    found["sell"] = {}
-  if 0.15 <= density <= 0.75 and batch <= format_bitmask.MAX_BATCH:
-    found["bitmask"] = {}
+  for name, kind in formats.FORMATS.items():
+    if stacked and not kind.stackable:
+      continue  # its arrays have shapes of their own in every layer
+    options = kind.fits(seen)
+    if options is not None and kind.runs_here():
+      found[name] = options
   return found
-
-
-def block_density(kept: np.ndarray, size: int) -> float:
-  """Return the fraction of the area in blocks that keep anything."""
-  rows = np.add.reduceat(kept, np.arange(0, kept.shape[0], size), axis=0)
-  both = np.add.reduceat(rows, np.arange(0, kept.shape[1], size), axis=1)
-  return float((both > 0).mean())
 
 
 def pack(

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from jaxpruner import _leaves
-from jaxpruner.sparse import _choose, _rewrite, formats, kernels
+from jaxpruner.sparse import _choose, _rewrite, formats
 from jaxpruner.sparse.formats import Sparse
 
 
@@ -213,20 +213,15 @@ def _replace(
     )
     return leaf if mask is None else jax.numpy.where(mask, leaf, 0), report
 
-  if not hasattr(leaf, "dtype") or not uses:
-    return stays("not used by the function")
-  if not jax.numpy.issubdtype(leaf.dtype, jax.numpy.floating):
-    return stays("not a floating array")
+  why = _unfit(leaf, uses)
+  if why is not None:
+    return stays(why)
   dense = np.asarray(leaf)
   kept = dense != 0 if mask is None else np.asarray(mask).astype(bool)
   sparsity = 1 - float(kept.mean()) if kept.size else 0.0
-  others = sorted({u.operation for u in uses} - {"dot", "conv"})
-  if others:
-    return stays(f"also used by {', '.join(others)}", sparsity)
-  if dense.size < _choose.MIN_SIZE:
-    return stays(f"fewer than {_choose.MIN_SIZE} weights", sparsity)
-  if len({(u.contract, u.stacked) for u in uses}) > 1:
-    return stays("contracted along different axes", sparsity)
+  why = _unfit_product(dense, uses)
+  if why is not None:
+    return stays(why, sparsity)
   use = max(uses, key=lambda u: int(np.prod(u.x.shape)))
   sample = kept[0] if use.stacked else kept
   folded = formats.fold(sample, use.contract)
@@ -234,13 +229,7 @@ def _replace(
     use.run, use.x, jax.numpy.zeros(sample.shape, leaf.dtype)
   )
   batch = int(np.prod(out.shape)) // folded.shape[1]
-  tried = _choose.candidates(folded, batch)
-  for format in ("sell", "bitmask"):
-    if format in tried and kernels.load(format) is None:
-      del tried[format]
-  if use.stacked:
-    # Blocks and removed channels have shapes of their own in every layer.
-    tried = {n: o for n, o in tried.items() if n == "sell"}
+  tried = _choose.candidates(folded, batch, use.stacked)
   if not tried:
     return stays("too dense, or no structure to use", sparsity)
   key = _choose.key(dense, kept, use, tried)
@@ -255,6 +244,27 @@ def _replace(
   return new, LayerReport(
     name, shape, sparsity, best, rule, size, new.nbytes, times
   )
+
+
+def _unfit(leaf: Any, uses: list[_rewrite.Use]) -> str | None:
+  """Return why a leaf can be no sparse weight, or None."""
+  if not hasattr(leaf, "dtype") or not uses:
+    return "not used by the function"
+  if not jax.numpy.issubdtype(leaf.dtype, jax.numpy.floating):
+    return "not a floating array"
+  return None
+
+
+def _unfit_product(dense: np.ndarray, uses: list[_rewrite.Use]) -> str | None:
+  """Return why no product of a weight is replaced, or None."""
+  others = sorted({u.operation for u in uses} - {"dot", "conv"})
+  if others:
+    return f"also used by {', '.join(others)}"
+  if dense.size < _choose.MIN_SIZE:
+    return f"fewer than {_choose.MIN_SIZE} weights"
+  if len({(u.contract, u.stacked) for u in uses}) > 1:
+    return "contracted along different axes"
+  return None
 
 
 def _concrete(x: Any) -> Any:

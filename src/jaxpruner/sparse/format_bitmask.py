@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpruner.sparse import formats
+from jaxpruner.sparse import formats, kernels
 
 PANEL = 64
 # Beyond it a dense product reads the weights no oftener than we would.
@@ -23,6 +23,15 @@ class Bitmask(formats.SparseMatrix):
   bits: jax.Array  # (panels, K, 8) uint8, lowest bit first
   starts: jax.Array  # (panels,) int32: first value of the panel
   shape: tuple[int, int] = formats.static()
+
+  @classmethod
+  def fits(cls, kept: formats.Kept) -> dict[str, Any] | None:
+    fits = 0.15 <= kept.density <= 0.75 and kept.batch <= MAX_BATCH
+    return {} if fits else None
+
+  @classmethod
+  def runs_here(cls) -> bool:
+    return kernels.load(cls.name) is not None
 
   @classmethod
   def fromdense(cls, dense: Any, mask: Any = None) -> "Bitmask":
@@ -51,8 +60,6 @@ class Bitmask(formats.SparseMatrix):
 
   def matmul(self, x: jax.Array) -> jax.Array:
     """Multiply small batches in machine code; decode for large ones."""
-    from jaxpruner.sparse import kernels
-
     if np.prod(x.shape[:-1]) > MAX_BATCH:
       return x @ self.todense()
     return kernels.matmul(x, self)

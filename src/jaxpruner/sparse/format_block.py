@@ -15,6 +15,8 @@ SMALL_CHUNK, LARGE_CHUNK, MOST_GATHERED = 32, 64, 1 << 16
 # Columns of equal height are multiplied together; with more heights the program
 # would grow long.
 MAX_HEIGHTS = 32
+# Sides of blocks worth trying, the largest first.
+SIDES = (128, 64, 32)
 
 
 @formats.register
@@ -33,6 +35,18 @@ class Block(formats.SparseMatrix):
   rows: jax.Array  # (blocks,) int32
   shape: tuple[int, int] = formats.static()
   counts: tuple[int, ...] = formats.static()  # blocks of each block column
+
+  @classmethod
+  def fits(cls, kept: formats.Kept) -> dict[str, Any] | None:
+    for side in SIDES:
+      if min(kept.mask.shape) < side:
+        continue
+      stored = kept.block_density(side)
+      # Blocks must be mostly full, and not merely removed rows and columns.
+      full = kept.density >= 0.7 * stored
+      if stored <= 0.6 and full and stored < 0.9 * kept.inner_density:
+        return {"block_shape": (side, side)}
+    return None
 
   @classmethod
   def fromdense(

@@ -21,6 +21,10 @@ class Compact(formats.SparseMatrix):
   shape: tuple[int, int] = formats.static()
 
   @classmethod
+  def fits(cls, kept: formats.Kept) -> dict[str, Any] | None:
+    return {} if kept.inner_density <= 0.9 else None
+
+  @classmethod
   def fromdense(cls, dense: Any, mask: Any = None) -> "Compact":
     dense, kept = formats.kept_entries(dense, mask)
     rows = np.nonzero(kept.any(axis=1))[0].astype(np.int32)

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpruner.sparse import formats
+from jaxpruner.sparse import formats, kernels
 
 TILE = 256
 LANES = 16
@@ -26,6 +26,7 @@ class Sell(formats.SparseMatrix):
   """A (K, N) matrix of G column blocks × T row tiles × slices × slots."""
 
   name: ClassVar[str] = "sell"
+  stackable: ClassVar[bool] = True
 
   values: jax.Array  # (slots, 16)
   indices: jax.Array  # (slots, 16) uint8: row within the tile
@@ -33,6 +34,14 @@ class Sell(formats.SparseMatrix):
   counts: jax.Array  # (G, T, block) uint16: weights kept, ascending
   columns: jax.Array  # (G, T, block) uint8: column within the block
   shape: tuple[int, int] = formats.static()
+
+  @classmethod
+  def fits(cls, kept: formats.Kept) -> dict[str, Any] | None:
+    return {} if kept.density <= 0.55 else None
+
+  @classmethod
+  def runs_here(cls) -> bool:
+    return kernels.load(cls.name) is not None
 
   @classmethod
   def fromdense(
@@ -83,8 +92,6 @@ class Sell(formats.SparseMatrix):
 
   def matmul(self, x: jax.Array) -> jax.Array:
     """Multiply in machine code on CPU, through a dense copy elsewhere."""
-    from jaxpruner.sparse import kernels
-
     return kernels.matmul(x, self)
 
 

@@ -7,11 +7,14 @@ the other arrays say where the values go and are not differentiated.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, ClassVar, TypeVar, dataclass_transform
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from jaxpruner import _registry
 
 T = TypeVar("T")
 
@@ -27,7 +30,15 @@ def register(cls: type[T]) -> type[T]:
 
 
 def static() -> Any:
-  """Declare a field that belongs to the tree's structure."""
+  """Declare a field that belongs to the tree's structure, as the shape does.
+
+  Returns:
+    What stands behind the field's annotation in the class.
+
+  Example:
+    >>> static().metadata["static"]
+    True
+  """
   return dataclasses.field(metadata={"static": True})
 
 
@@ -67,11 +78,71 @@ class Sparse:
     raise NotImplementedError
 
 
+@dataclasses.dataclass(frozen=True)
+class Kept:
+  """Where a weight keeps anything, and what it will be multiplied by.
+
+  Attributes:
+    mask: boolean (contracted, kept) matrix.
+    batch: how many rows it multiplies.
+  """
+
+  mask: np.ndarray
+  batch: int
+
+  @functools.cached_property
+  def density(self) -> float:
+    """The fraction of weights kept."""
+    return float(self.mask.mean())
+
+  @functools.cached_property
+  def inner_density(self) -> float:
+    """The fraction of the area in rows and columns that keep anything."""
+    rows, columns = self.mask.any(axis=1), self.mask.any(axis=0)
+    return float(rows.mean() * columns.mean())
+
+  def block_density(self, size: int) -> float:
+    """Return the fraction of the area in blocks that keep anything."""
+    starts = [np.arange(0, length, size) for length in self.mask.shape]
+    rows = np.add.reduceat(self.mask, starts[0], axis=0)
+    both = np.add.reduceat(rows, starts[1], axis=1)
+    return float((both > 0).mean())
+
+
 class SparseMatrix(Sparse):
-  """A (K, N) matrix in some sparse format."""
+  """A (K, N) matrix in some sparse format: what a format must define.
+
+  `values`, the fields that say where they go, and `shape`, declared as
+  `static()`; `fromdense`; `positions`. With these it packs, decodes, multiplies
+  and is differentiated. `matmul` is for a faster product. `fits` offers the
+  format to `accelerate`, which times it against the others.
+
+  Attributes:
+    name: of its kernel in machine code, where there is one.
+    stackable: whether a stack of layers can be padded to equal arrays.
+  """
 
   values: jax.Array
-  name: ClassVar[str]
+  name: ClassVar[str] = ""
+  stackable: ClassVar[bool] = False
+
+  @classmethod
+  def fits(cls, kept: Kept) -> dict[str, Any] | None:
+    """Tell whether a product in this format may beat the dense one.
+
+    Args:
+      kept: where the weight keeps anything, and the batch.
+
+    Returns:
+      The options for `fromdense` if `accelerate` should time it, else None.
+    """
+    del kept
+    return None
+
+  @classmethod
+  def runs_here(cls) -> bool:
+    """Tell whether what makes the product fast is there on this machine."""
+    return True
 
   @property
   def dtype(self) -> np.dtype:
@@ -146,7 +217,19 @@ class SparseTensor(Sparse):
 
 
 def kept_entries(dense: Any, mask: Any) -> tuple[np.ndarray, np.ndarray]:
-  """Return a matrix and its boolean mask on the host, checked."""
+  """Return a matrix and its boolean mask on the host, checked.
+
+  Args:
+    dense: a matrix.
+    mask: 1 = kept; None keeps what is not zero.
+
+  Returns:
+    `(dense, kept)`, NumPy arrays.
+
+  Example:
+    >>> kept_entries([[0.0, 2.0]], None)[1].tolist()
+    [[False, True]]
+  """
   dense = np.asarray(dense)
   if dense.ndim != 2:
     raise ValueError(
@@ -161,27 +244,64 @@ def kept_entries(dense: Any, mask: Any) -> tuple[np.ndarray, np.ndarray]:
   return dense, kept
 
 
-@functools.cache
-def format_named(name: str) -> type[SparseMatrix]:
-  """Look a format up by name."""
-  from jaxpruner.sparse import (
-    format_bitmask,
-    format_block,
-    format_compact,
-    format_nm,
-    format_sell,
-  )
+# Those without a kernel first.
+FORMATS: _registry.Registry[type[SparseMatrix]] = _registry.Registry(
+  "format",
+  "jaxpruner.sparse.register_format",
+  {
+    "compact": "jaxpruner.sparse.format_compact:Compact",
+    "block": "jaxpruner.sparse.format_block:Block",
+    "nm": "jaxpruner.sparse.format_nm:NM",
+    "sell": "jaxpruner.sparse.format_sell:Sell",
+    "bitmask": "jaxpruner.sparse.format_bitmask:Bitmask",
+  },
+)
 
-  table = {
-    "sell": format_sell.Sell,
-    "block": format_block.Block,
-    "nm": format_nm.NM,
-    "bitmask": format_bitmask.Bitmask,
-    "compact": format_compact.Compact,
-  }
-  if name not in table:
-    raise ValueError(f"format {name!r} is not one of {sorted(table)}")
-  return table[name]
+
+def register_format(name: str) -> Callable[[type[T]], type[T]]:
+  """Give a sparse format a name: a class decorator.
+
+  `pack(…, format="name")` then packs in it, and `accelerate` tries it wherever
+  its `fits` says so. The class becomes a frozen dataclass and a pytree node.
+
+  Args:
+    name: the name; a taken one is refused.
+
+  Returns:
+    A function that registers a subclass of `SparseMatrix` and returns it.
+
+  Example:
+    >>> import jax, jax.numpy as jnp, numpy as np
+    >>> from jaxpruner import sparse
+    >>> @sparse.register_format("coo")
+    ... class Coo(sparse.SparseMatrix):
+    ...   values: jax.Array
+    ...   rows: jax.Array
+    ...   cols: jax.Array
+    ...   shape: tuple[int, int] = sparse.static()
+    ...   @classmethod
+    ...   def fromdense(cls, dense, mask=None):
+    ...     dense, kept = sparse.kept_entries(dense, mask)
+    ...     rows, cols = np.nonzero(kept)
+    ...     arrays = map(jnp.asarray, (dense[kept], rows, cols))
+    ...     return cls(*arrays, dense.shape)
+    ...   def positions(self):
+    ...     return self.rows, self.cols, None
+    >>> (jnp.ones((1, 3)) @ sparse.pack(jnp.eye(3), format="coo")).tolist()
+    [[1.0, 1.0, 1.0]]
+  """
+
+  def add(cls: type[T]) -> type[T]:
+    if not (isinstance(cls, type) and issubclass(cls, SparseMatrix)):
+      raise ValueError(
+        f"format={cls!r} must be a subclass of jaxpruner.sparse.SparseMatrix"
+      )
+    if "__dataclass_fields__" not in vars(cls):
+      cls = register(cls)
+    FORMATS.register(name, cls)
+    return cls
+
+  return add
 
 
 def fold(array: Any, contract: tuple[int, ...]) -> np.ndarray:
@@ -205,8 +325,8 @@ def pack(
   Args:
     weight: a dense array of any rank.
     mask: 1 = kept; by default what is not zero is kept.
-    format: "sell" (unstructured), "block", "nm", "bitmask" or "compact"
-      (whole rows and columns removed).
+    format: "sell" (unstructured), "block", "nm", "bitmask", "compact" (whole
+      rows and columns removed), or a name given to `register_format`.
     contract: the axes that a product sums over: (0,) for an in × out kernel,
       (1,) for out × in.
     **options: the format's own, such as `block_shape=(64, 64)`.
@@ -223,7 +343,7 @@ def pack(
   """
   weight = np.asarray(weight)
   contract = tuple(d % weight.ndim for d in contract)
-  matrix = format_named(format).fromdense(
+  matrix = FORMATS.find(format).fromdense(
     fold(weight, contract),
     None if mask is None else fold(mask, contract),
     **options,

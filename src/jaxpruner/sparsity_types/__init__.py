@@ -6,6 +6,7 @@ pooled           blocks, channels
 transposable     n of m along both axes
 block_diagonal   whole diagonals of blocks
 masks            the masks of many leaves at once
+_spec            names in configuration: the open table of types
 """
 
 from jaxpruner.sparsity_types.base import (
@@ -13,6 +14,7 @@ from jaxpruner.sparsity_types.base import (
   Unstructured,
   check_sparsity,
   pairwise_sum,
+  register_sparsity_type,
 )
 from jaxpruner.sparsity_types.block_diagonal import BlockDiagonal
 from jaxpruner.sparsity_types.grouped import ConstantFanIn, NByM, NbyM
@@ -42,5 +44,6 @@ __all__ = [
   "ones_each",
   "pairwise_sum",
   "pool",
+  "register_sparsity_type",
   "select",
 ]

@@ -2,21 +2,24 @@
 
 A type sees a leaf as an array of *units*: single weights, blocks, or channels.
 `pool` turns scores of weights into scores of units, the engine chooses units,
-`expand` turns the choice back into a mask of the leaf's shape. A type of your
-own is a frozen dataclass with `mask(scores, sparsity)`.
+`expand` turns the choice back into a mask of the leaf's shape. `SparsityType`
+says what a type of your own must define.
 """
 
 import dataclasses
 import math
-from typing import Any, TypeAlias
+from collections.abc import Callable
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
 
 from jaxpruner import mask_calculator
+from jaxpruner.sparsity_types import _spec
 
 Array: TypeAlias = jax.Array
 Shape: TypeAlias = tuple[int, ...]
+Kind = TypeVar("Kind", bound="type[SparsityType]")
 
 
 def check_positive(owner: Any, argument: str, value: Any) -> None:
@@ -78,7 +81,34 @@ def pairwise_sum(x: Array, axis: int) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class SparsityType:
-  """Base of the types whose units are chosen freely over the whole leaf."""
+  """Base of all types; as it is, any weight may go.
+
+  A type of your own is a frozen dataclass that inherits from this class.
+
+  - For masks it defines either `mask(scores, sparsity)`, which decides alone,
+    or `pool`, `expand` and `units`: scores of units, the mask of the chosen
+    units, how many units a leaf has. With the latter three it also works in
+    algorithms that drop and grow (SET, RigL) and shares the one search of all
+    leaves.
+  - A type that ranks within groups defines `choose(scores, ones)`, with
+    `units` (per group), `groups` and, if the groups round, `kept`.
+  - `check` refuses shapes that cannot take the structure.
+  - A property `sparsity` is for a structure with only one sparsity, as N:M.
+  - `on_matrix` lets pruning after training use it.
+  - `spec` and `from_spec` are its name in configuration. The inherited ones
+    write the fields behind the name given to `register_sparsity_type`.
+
+  Example:
+    >>> import dataclasses, jax.numpy as jnp
+    >>> @dataclasses.dataclass(frozen=True)
+    ... class Rows(SparsityType):
+    ...   def pool(self, scores): return scores.sum(1)
+    ...   def expand(self, units, shape):
+    ...     return jnp.broadcast_to(units[:, None], shape)
+    ...   def units(self, shape): return shape[0]
+    >>> Rows().mask(jnp.array([[1.0, 2.0], [3.0, 4.0]]), 0.5).tolist()
+    [[0, 0], [1, 1]]
+  """
 
   def check(self, shape: Shape, sparsity: Any, name: str = "scores") -> None:
     """Raise if a leaf of this shape cannot take this structure."""
@@ -126,7 +156,93 @@ class SparsityType:
 
     return masks.create_masks([self], [scores], [sparsity])[0]
 
+  def spec(self) -> str:
+    """Return the name in configuration that stands for this type.
+
+    Returns:
+      The registered name and the fields behind it, such as `"nm_2,4,-2"`.
+    """
+    return _spec.write(_spec.registered_name(type(self)), self)
+
+  @classmethod
+  def from_spec(cls, spec: str) -> "SparsityType | None":
+    """Return the type that a name in configuration stands for.
+
+    Args:
+      spec: what the user wrote, without spaces.
+
+    Returns:
+      None if it is not a name of this class.
+    """
+    return _spec.read(cls, _spec.registered_name(cls), spec)
+
+  def on_matrix(self, axes: tuple[int, int] | None) -> "SparsityType | None":
+    """Return this structure for a leaf seen as an (inputs, outputs) matrix.
+
+    Args:
+      axes: the axes of the leaf that its inputs and outputs lie on: (-2, -1)
+        for an in × out kernel, (-1, -2) for out × in; None where they are
+        not the last two.
+
+    Returns:
+      None if the structure cannot be told on that matrix: pruning after
+      training then refuses the type.
+    """
+    del axes
+    return None
+
+  @property
+  def inputs_together(self) -> int:
+    """How many neighbouring inputs of a matrix belong to one unit or group."""
+    return 1
+
 
 @dataclasses.dataclass(frozen=True)
 class Unstructured(SparsityType):
   """Any weight may go."""
+
+  def on_matrix(self, axes: tuple[int, int] | None) -> SparsityType:
+    del axes
+    return self
+
+
+def register_sparsity_type(name: str) -> Callable[[Kind], Kind]:
+  """Give a sparsity type a name in configuration: a class decorator.
+
+  `sparsity_type="name"`, or `"name_2,4"` with values for the fields, then
+  stands for it, and `config_from_updater` writes it so.
+
+  Args:
+    name: the name; one that already means something is refused.
+
+  Returns:
+    A function that registers a subclass of `SparsityType` and returns it.
+
+  Example:
+    >>> import dataclasses, jaxpruner
+    >>> @jaxpruner.register_sparsity_type("stripes")
+    ... @dataclasses.dataclass(frozen=True)
+    ... class Stripes(jaxpruner.Channel):
+    ...   axis: int = 0
+    >>> jaxpruner.parse_sparsity_type("stripes_1")
+    Stripes(axis=1)
+    >>> Stripes(1).spec()
+    'stripes_1'
+  """
+
+  def register(cls: Kind) -> Kind:
+    if not (isinstance(cls, type) and issubclass(cls, SparsityType)):
+      raise ValueError(
+        f"sparsity_type={cls!r} must be a subclass of "
+        "jaxpruner.sparsity_types.SparsityType"
+      )
+    found = _spec.parse(name) if isinstance(name, str) else None
+    if found is not None and _spec.TYPES.name_of(type(found)) != name:
+      raise ValueError(
+        f"name={name!r} already stands for {found!r}; choose another for "
+        f"{cls.__module__}.{cls.__qualname__}"
+      )
+    _spec.TYPES.register(name, cls)
+    return cls
+
+  return register

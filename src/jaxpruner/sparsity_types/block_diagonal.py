@@ -1,6 +1,7 @@
 """Block-diagonal masks, and their strided twins."""
 
 import dataclasses
+import re
 from typing import Any
 
 import jax
@@ -34,6 +35,16 @@ class BlockDiagonal(base.SparsityType):
         f"BlockDiagonal: blocks={self.blocks!r} must be an integer of at "
         "least 1"
       )
+
+  def spec(self) -> str:
+    """Return `diagonal_4`, or `strided_4`."""
+    return f"{'strided' if self.strided else 'diagonal'}_{self.blocks}"
+
+  @classmethod
+  def from_spec(cls, spec: str) -> base.SparsityType | None:
+    """Read `diagonal_4` and `strided_4`."""
+    found = re.fullmatch(r"(diagonal|strided)_(\d+)", spec)
+    return cls(int(found[2]), found[1] == "strided") if found else None
 
   @property
   def sparsity(self) -> float:

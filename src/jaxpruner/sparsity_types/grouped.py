@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 from typing import Any
 
 import jax.numpy as jnp
@@ -68,6 +69,22 @@ class NByM(SparsityType):
         f"{name}: sparsity={sparsity} contradicts {self.n}:{self.m}, which "
         f"removes exactly {self.sparsity:g}; drop the sparsity or change n, m"
       )
+
+  @classmethod
+  def from_spec(cls, spec: str) -> SparsityType | None:
+    """Read `nm_2,4` and `nm_2,4,-1`; of this class itself also `2:4`."""
+    if cls is NByM and (short := re.fullmatch(r"(\d+):(\d+)", spec)):
+      return cls(int(short[1]), int(short[2]))
+    return super().from_spec(spec)
+
+  def on_matrix(self, axes: tuple[int, int] | None) -> SparsityType | None:
+    # Hardware wants the groups along the inputs, whatever the layout.
+    del axes
+    return NByM(self.n, self.m, axis=-2) if type(self) is NByM else None
+
+  @property
+  def inputs_together(self) -> int:
+    return self.m
 
   def units(self, shape: Shape) -> int:
     del shape

@@ -2,12 +2,14 @@
 
 import dataclasses
 import math
+import re
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jaxpruner.sparsity_types import _spec
 from jaxpruner.sparsity_types.base import (
   Array,
   Shape,
@@ -45,6 +47,34 @@ class Block(SparsityType):
       raise ValueError(
         f"Block: use_avg_pooling={self.use_avg_pooling!r} must be True or False"
       )
+
+  def spec(self) -> str:
+    """Return `block_4,4`, or `maxblock_4,4` without average pooling."""
+    height, width = self.block_shape
+    prefix = "" if self.use_avg_pooling else "max"
+    return f"{prefix}{_spec.registered_name(type(self))}_{height},{width}"
+
+  @classmethod
+  def from_spec(cls, spec: str) -> SparsityType | None:
+    """Read `block_4,4`, `maxblock_4,4`; of this class itself also `4x4`."""
+    name = re.escape(_spec.registered_name(cls))
+    found = re.fullmatch(rf"(max)?{name}_(\d+),(\d+)", spec)
+    if not found and cls is Block:
+      found = re.fullmatch(r"()(\d+)x(\d+)", spec)
+    if not found:
+      return None
+    return cls((int(found[2]), int(found[3])), not found[1])
+
+  def on_matrix(self, axes: tuple[int, int] | None) -> SparsityType | None:
+    if axes is None or type(self) is not Block:
+      return None
+    height, width = self.block_shape
+    shape = (height, width) if axes == (-2, -1) else (width, height)
+    return Block(shape, self.use_avg_pooling)
+
+  @property
+  def inputs_together(self) -> int:
+    return self.block_shape[0]
 
   def _units(self, shape: Shape) -> tuple[Shape, Shape]:
     """Return the leaf's shape as at least 2-D, and the shape of its units."""
@@ -103,6 +133,13 @@ class Channel(SparsityType):
 
   def __post_init__(self):
     check_axis(self, self.axis)
+
+  @classmethod
+  def from_spec(cls, spec: str) -> SparsityType | None:
+    """Read `channel_0`; the axis must be said."""
+    if cls is Channel and spec == _spec.registered_name(cls):
+      return None
+    return super().from_spec(spec)
 
   def check(self, shape: Shape, sparsity: Any, name: str = "scores") -> None:
     super().check(shape, sparsity, name)

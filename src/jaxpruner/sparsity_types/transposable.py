@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpruner import mask_calculator
-from jaxpruner.sparsity_types import grouped
+from jaxpruner.sparsity_types import base, grouped
 
 # Up to here all blocks are enumerated: 139 of 4 × 4.
 _ENUMERATED = 4
@@ -31,6 +31,9 @@ class TransposableNByM(grouped.NByM):
     for axis in (-2, -1):
       kind = grouped.NByM(self.n, self.m, axis)
       kind.check(shape, sparsity, name)
+
+  def on_matrix(self, axes: tuple[int, int] | None) -> base.SparsityType | None:
+    return None if axes is None else self
 
   def choose(self, scores: jax.Array, ones: Any) -> jax.Array:
     """Return the mask with this many ones in every row and column."""

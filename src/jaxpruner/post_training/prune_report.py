@@ -22,7 +22,7 @@ class Layer:
 
 
 @dataclasses.dataclass(frozen=True)
-class Report:
+class PruneReport:
   """What `prune` did; `print(report)` shows it as a table."""
 
   layers: tuple[Layer, ...]
@@ -44,3 +44,7 @@ class Report:
       lines.append(f"{l.name:40} {shape:>16} {l.sparsity:8.2%} {error:>8}")
     lines += [f"{name}: dense, {why}" for name, why in self.skipped.items()]
     return "\n".join(lines)
+
+
+# As it was called first; `jaxpruner.sparse` has a report of its own.
+Report = PruneReport

@@ -12,6 +12,9 @@ from jax import Array, lax
 from jaxpruner import mask_calculator
 from jaxpruner.post_training import _pattern
 from jaxpruner.post_training._pattern import FREE, Pattern
+from jaxpruner.post_training.solvers import per_group
+from jaxpruner.post_training.solvers.table import Solver
+from jaxpruner.sparsity_types import Block, NByM, Unstructured
 
 _EXACT = lax.Precision.HIGHEST
 _ROWS = 16  # eliminated by one fused loop
@@ -73,6 +76,7 @@ def prune(
   Returns:
     `(w, mask)`.
   """
+  pattern.refuse_other("sparsegpt", Unstructured, NByM, Block)
   inputs, outputs = w.shape
   unit = math.lcm(pattern.m or 1, pattern.block[0] if pattern.block else 1)
   block = min(max(unit, block_size // unit * unit), inputs)
@@ -190,3 +194,19 @@ def _eliminate(
     )
 
   return lax.fori_loop(0, size // rows, some, (w, mask, jnp.zeros_like(w)))
+
+
+def solve(
+  w: Array,
+  statistics: Any,
+  sparsity: float,
+  pattern: Pattern,
+  damping: float,
+  block_size: int,
+) -> tuple[Array, Array]:
+  """Prune every group of a (groups, inputs, outputs) weight."""
+  one = lambda w, gram: prune(w, gram, sparsity, pattern, damping, block_size)
+  return per_group.stack(one, w, statistics)
+
+
+SOLVER = Solver(solve, needs="gram")

@@ -1,14 +1,15 @@
 """Least squares over a sparse set: refinement of kept weights, and ADMM."""
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jaxpruner.post_training import sparsegpt
 from jaxpruner.post_training._pattern import FREE, Pattern
+from jaxpruner.post_training.solvers import per_group, sparsegpt
+from jaxpruner.post_training.solvers.table import Solver
 
 _dot = functools.partial(jnp.dot, precision=lax.Precision.HIGHEST)
 
@@ -144,3 +145,14 @@ def prune(
   )
   found = end.sparse / norm
   return refine(found, end.mask, w, gram, damping, refinement), end.mask
+
+
+def solve(
+  w: Array, statistics: Any, sparsity: float, pattern: Pattern, damping: float
+) -> tuple[Array, Array]:
+  """Prune every group of a (groups, inputs, outputs) weight."""
+  one = lambda w, gram: prune(w, gram, sparsity, pattern, damping)
+  return per_group.stack(one, w, statistics)
+
+
+SOLVER = Solver(solve, needs="gram")

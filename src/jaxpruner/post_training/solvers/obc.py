@@ -1,14 +1,17 @@
 """Exact greedy removal, one weight at a time, for small layers."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 from jaxpruner import mask_calculator
-from jaxpruner.post_training import sparsegpt
 from jaxpruner.post_training._pattern import FREE, Pattern
+from jaxpruner.post_training.solvers import per_group, sparsegpt
+from jaxpruner.post_training.solvers.table import Solver
+from jaxpruner.sparsity_types import NByM, Unstructured
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3, 4, 5))
@@ -40,8 +43,7 @@ def prune(
   Returns:
     `(w, mask)`.
   """
-  if pattern.block:
-    raise ValueError("obc removes single weights; use sparsegpt for blocks")
+  pattern.refuse_other("obc", Unstructured, NByM)
   inputs = len(w)
   factor = sparsegpt.inverse_factor(gram, damping)
   inverse = jnp.dot(factor.T, factor, precision=lax.Precision.HIGHEST)
@@ -75,3 +77,14 @@ def prune(
 
   w, mask = lax.map(one, w.T, batch_size=outputs_at_once)
   return w.T, mask.T
+
+
+def solve(
+  w: Array, statistics: Any, sparsity: float, pattern: Pattern, damping: float
+) -> tuple[Array, Array]:
+  """Prune every group of a (groups, inputs, outputs) weight."""
+  one = lambda w, gram: prune(w, gram, sparsity, pattern, damping)
+  return per_group.stack(one, w, statistics)
+
+
+SOLVER = Solver(solve, needs="gram")

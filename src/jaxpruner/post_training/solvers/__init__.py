@@ -1,0 +1,8 @@
+"""Solvers: prune one weight, given what is known of its inputs.
+
+magnitude, wanda   rank scores
+sparsegpt          remove, and let weights not yet visited make up for it
+obc                the cheapest weight again and again, for small layers
+alps               mask and weights together, by ADMM
+table              names, and solvers of your own
+"""

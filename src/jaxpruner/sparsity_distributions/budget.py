@@ -1,0 +1,177 @@
+"""A budget of kept weights, spent on leaves exactly to the weight."""
+
+import fractions
+import math
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+import jax
+import jax.core
+import numpy as np
+
+from jaxpruner import _leaves, mask_calculator
+from jaxpruner.sparsity_distributions.filters import (
+  FilterFn,
+  check_filter,
+  default_filter,
+  is_floating,
+)
+from jaxpruner.sparsity_types import check_sparsity
+
+PyTree: TypeAlias = Any
+# Exact path or glob -> sparsity; None keeps the leaf dense.
+SparsityMap: TypeAlias = Mapping[Any, float | None]
+
+
+def check_map(custom_sparsity_map: Any) -> None:
+  """Raise if a custom map is neither a mapping nor `None`."""
+  custom = custom_sparsity_map
+  if custom is not None and not isinstance(custom, Mapping):
+    raise ValueError(
+      f"custom_sparsity_map={custom!r} must map paths or globs to sparsities"
+    )
+
+
+class Budget:
+  """How many weights the leaves of a request keep together.
+
+  A distribution of your own asks it for the free leaves, decides on a density
+  for each, and lets `fill` round the densities so that the counts add up.
+
+  Args:
+    params: tree of parameters (or of their shapes).
+    filter_fn: `(names, param) -> bool`, the leaves to prune.
+    custom_sparsity_map: exact path or glob to the sparsity of these leaves,
+      `None` to keep them dense; they do not count towards the total.
+
+  Attributes:
+    leaves: `(names, leaf)` of every leaf.
+    free: the indices of the leaves to decide on.
+    fixed: index -> the sparsity that `custom_sparsity_map` says.
+    sizes: index -> weights, of the free leaves.
+    size: weights of all free leaves.
+
+  Example:
+    >>> import fractions, jax.numpy as jnp
+    >>> budget = Budget({"a": jnp.ones((4, 4)), "b": jnp.ones((2, 8))})
+    >>> budget.fill(0.5, {0: fractions.Fraction(3, 4),
+    ...                   1: fractions.Fraction(1, 4)})
+    {'a': 0.25, 'b': 0.75}
+  """
+
+  def __init__(
+    self,
+    params: PyTree,
+    filter_fn: FilterFn = default_filter,
+    custom_sparsity_map: SparsityMap | None = None,
+  ):
+    check_filter(filter_fn)
+    check_map(custom_sparsity_map)
+    self.leaves, self.treedef = _leaves.flatten_with_names(params)
+    self.fixed = _fixed(self.leaves, custom_sparsity_map or {})
+    self.free = [
+      i
+      for i, (name, leaf) in enumerate(self.leaves)
+      if i not in self.fixed and filter_fn(name, leaf)
+    ]
+    self._check()
+    self.sizes = {i: math.prod(self.leaves[i][1].shape) for i in self.free}
+    self.size = sum(self.sizes.values())
+
+  def _check(self) -> None:
+    if self.leaves and not self.free and not self.fixed:
+      names = [_leaves.join(name) for name, _ in self.leaves]
+      raise ValueError(
+        "filter_fn matches no leaf of params, so nothing would be pruned; "
+        f"choose some of {', '.join(names[:6])}"
+        f"{', …' if len(names) > 6 else ''}"
+      )
+    pruned = [i for i, sparsity in self.fixed.items() if sparsity is not None]
+    for i in (*self.free, *pruned):
+      name, leaf = self.leaves[i]
+      if not is_floating(leaf) or math.prod(leaf.shape) == 0:
+        raise ValueError(
+          f"params leaf {_leaves.join(name)!r} cannot be pruned: it is "
+          f"{_describe(leaf)}, not a non-empty array of floats; leave it out "
+          "with filter_fn"
+        )
+
+  def fill(
+    self, sparsity: float, densities: Mapping[int, fractions.Fraction]
+  ) -> PyTree:
+    """Round densities to counts by largest remainder; return sparsities.
+
+    Args:
+      sparsity: fraction removed of all free leaves together.
+      densities: index of a free leaf -> the fraction of it to keep.
+
+    Returns:
+      The tree of sparsities, `None` where a leaf stays dense.
+    """
+    total = round(self.size * (1 - fractions.Fraction(sparsity)))
+    quotas = {i: densities[i] * self.sizes[i] for i in self.free}
+    counts = {i: max(1, math.floor(q)) for i, q in quotas.items()}
+    # Remainders first, then paths: a rule that does not depend on leaf order.
+    order = sorted(
+      self.free, key=lambda i: (counts[i] - quotas[i], self.leaves[i][0])
+    )
+    missing = total - sum(counts.values())
+    while missing and order:
+      sign = 1 if missing > 0 else -1
+      movable = [
+        i
+        for i in (order if sign > 0 else reversed(order))
+        if 1 <= counts[i] + sign <= self.sizes[i]
+      ][: abs(missing)]
+      if not movable:
+        break  # every leaf keeps its one weight: the least there can be
+      for i in movable:
+        counts[i] += sign
+      missing -= sign * len(movable)
+    result: list[float | None] = [None] * len(self.leaves)
+    for i in self.free:
+      exact = mask_calculator.num_ones(self.sizes[i], sparsity)
+      result[i] = (
+        sparsity
+        if densities[i] == 1 - fractions.Fraction(sparsity)
+        and counts[i] == exact
+        else 1 - counts[i] / self.sizes[i]
+      )
+    for i, fixed in self.fixed.items():
+      result[i] = fixed
+    return self.treedef.unflatten(result)
+
+
+def _fixed(
+  leaves: list[tuple[_leaves.Names, Any]], custom: SparsityMap
+) -> dict[int, float | None]:
+  """Return the sparsities that a custom map fixes, by index of the leaf."""
+  names = [name for name, _ in leaves]
+  if not custom or not names:
+    return {}
+  keys = _leaves.match_patterns(custom, names, "custom_sparsity_map")
+  return {
+    i: None
+    if custom[key] is None
+    else check_sparsity(custom[key], f"custom_sparsity_map[{key!r}]")
+    for i, key in enumerate(keys)
+    if key is not None
+  }
+
+
+def _describe(leaf: Any) -> str:
+  if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
+    return f"{leaf.dtype}{list(leaf.shape)}"
+  return f"{type(leaf).__name__} {leaf!r}"[:60]
+
+
+def values(budget: Budget, name: str) -> dict[int, np.ndarray]:
+  """Return the weights of the free leaves as float64, or refuse tracers."""
+  for i in budget.free:
+    if isinstance(budget.leaves[i][1], jax.core.Tracer):
+      raise ValueError(
+        f"{name} reads the weights, which jit hides; call it once outside, "
+        "sparsities = …, and pass sparsity_distribution_fn=functools.partial("
+        "jaxpruner.allocation.fixed, sparsities=sparsities)"
+      )
+  return {i: np.asarray(budget.leaves[i][1], np.float64) for i in budget.free}
