@@ -28,16 +28,16 @@ def bare_program(task, updater):
   """Steps and nothing else, batched over seeds as the task asks."""
   tx = updater.wrap_optax(task.optimizer())
 
-  def step(params, state, world, data, key, t):
+  def step(params, state, env_state, data, key, t):
     batch_key, loss_key = jax.random.split(jax.random.fold_in(key, 2))
-    world, batch = task.interact(world, params, data, batch_key, t)
+    env_state, batch = task.interact(env_state, params, data, batch_key, t)
     loss = lambda p, batch, key: task.loss(
       updater.pre_forward_update(p, state), batch, key
     )
     key = jax.random.fold_in(loss_key, t)
     _, grads = task.gradient(loss, params, batch, key)
     updates, state = tx.update(grads, state, params)
-    return optax.apply_updates(params, updates), state, world
+    return optax.apply_updates(params, updates), state, env_state
 
   def train(carry, key, data, first, count):
     body = lambda i, c: step(*c, data, key, first + i)
@@ -63,7 +63,7 @@ def measure(name: str, algorithm: str, seeds: int, repeats: int) -> dict:
   built, bare = program.build(task, updater, data), bare_program(task, updater)
   length = -(-task.steps // cells.STRETCHES)
   carry = built.start(keys, data)
-  lean = jax.tree.map(jnp.copy, (carry.params, carry.opt_state, carry.world))
+  lean = jax.tree.map(jnp.copy, (carry.params, carry.opt_state, carry.env_state))
   lean = jax.tree.map(
     lambda x: jnp.broadcast_to(x, (seeds,)) if x.ndim == 0 else x, lean
   )

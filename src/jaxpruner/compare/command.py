@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
         file=sys.stderr,
       )
       return 2
-  from jaxpruner.compare import data
+  from jaxpruner import datasets
 
   for module in args.imports or ():
     importlib.import_module(module)
@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
     settings = settings_from(args)
     out = args.out or f"runs/{settings.task}-{settings.digest()}"
     return compare(settings, out, args)
-  except (ValueError, FolderError, data.DataError) as error:
+  except (ValueError, FolderError, datasets.DataError) as error:
     print(f"jaxpruner compare: {error}", file=sys.stderr)
     return 1
   except KeyboardInterrupt:

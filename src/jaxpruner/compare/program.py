@@ -23,7 +23,7 @@ class Carry(NamedTuple):
 
   params: PyTree
   opt_state: PyTree
-  world: PyTree
+  env_state: PyTree
   masks: PyTree  # at the last snapshot
   seen: PyTree  # every weight that was active at some snapshot
 
@@ -60,12 +60,12 @@ def build(task: Task, updater: Any, data: PyTree, devices: int = 1) -> Program:
     """Return `tx`, which may look at the first batch to prune at the start."""
     if "loss" not in updater.needs:
       return tx
-    world = task.start(params, data, jax.random.fold_in(key, 1))
+    env_state = task.start(params, data, jax.random.fold_in(key, 1))
     batch_key, loss_key = jax.random.split(jax.random.fold_in(key, 2))
-    _, batch = task.interact(world, params, data, batch_key, jnp.array(0))
-    cooled = task.cooled(updater.temperature)
+    _, batch = task.interact(env_state, params, data, batch_key, jnp.array(0))
+    cool = task.with_temperature(updater.temperature)
     bound = updater.bind(
-      lambda p, batch: cooled.loss(p, batch, loss_key),
+      lambda p, batch: cool.loss(p, batch, loss_key),
       batch,
       task.apply,
       task.example(data),
@@ -76,15 +76,15 @@ def build(task: Task, updater: Any, data: PyTree, devices: int = 1) -> Program:
     params = task.init(jax.random.fold_in(key, 0))
     opt_state = first_tx(params, data, key).init(params)
     params = updater.post_gradient_update(params, opt_state)
-    world = task.start(params, data, jax.random.fold_in(key, 1))
+    env_state = task.start(params, data, jax.random.fold_in(key, 1))
     masks = masks_of(params, opt_state)
-    return Carry(params, opt_state, world, masks, masks)
+    return Carry(params, opt_state, env_state, masks, masks)
 
   def step(carry: Carry, t: jax.Array, key: jax.Array, data: PyTree):
     batch_key, loss_key = jax.random.split(jax.random.fold_in(key, 2))
     forward = lambda p: updater.pre_forward_update(p, carry.opt_state)
-    world, batch = task.interact(
-      carry.world, forward(carry.params), data, batch_key, t
+    env_state, batch = task.interact(
+      carry.env_state, forward(carry.params), data, batch_key, t
     )
     batch = spread(batch)
     gradient = lambda params: task.gradient(
@@ -103,7 +103,9 @@ def build(task: Task, updater: Any, data: PyTree, devices: int = 1) -> Program:
     params = jax.tree.map(
       lambda p, u: (p + u).astype(p.dtype), carry.params, updates
     )
-    return carry._replace(params=params, opt_state=opt_state, world=world), loss
+    return carry._replace(
+      params=params, opt_state=opt_state, env_state=env_state
+    ), loss
 
   def snapshot(carry: Carry) -> tuple[Carry, Snapshot]:
     masks = masks_of(carry.params, carry.opt_state)
@@ -197,7 +199,7 @@ def _seed_axes(start, train, data) -> PyTree:
     return None if shared else 0
 
   axes = jax.tree.map(axis, carry)._replace(
-    world=jax.tree.map(lambda _: 0, carry.world)
+    env_state=jax.tree.map(lambda _: 0, carry.env_state)
   )
   keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 2))
   try:
