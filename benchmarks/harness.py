@@ -2,7 +2,7 @@
 
   python benchmarks/harness.py [--task fashion] [--algorithm rigl]
 
-Two programs train the same seeds on the same batches in turns, one stretch (a
+Two programs train the same seeds on the same batches in turns, one chunk (a
 twentieth of the training) at a time: the comparison's own, with snapshots of
 masks, churn and exploration, records appended and synced to disk, and the
 progress bar; and a loop of nothing but steps.
@@ -20,8 +20,9 @@ import optax
 import page
 
 import jaxpruner
-from jaxpruner.compare import cell as cells
-from jaxpruner.compare import folder, plan, program, terminal
+from jaxpruner.compare import cell_run, files, terminal, training
+from jaxpruner.compare.cells import Cell
+from jaxpruner.compare.settings import ComparisonSettings
 
 
 def bare_program(task, updater):
@@ -53,17 +54,19 @@ def bare_program(task, updater):
 
 
 def measure(name: str, algorithm: str, seeds: int, repeats: int) -> dict:
-  settings = plan.Settings(task=name, seeds=seeds)
-  cell = plan.Cell(algorithm, 0.9)
-  task = cells.cell_task(cell, settings)
-  data = cells.load_data(name, "")
-  config = cells.updater_config(task, cell, settings)
+  settings = ComparisonSettings(task=name, seeds=seeds)
+  cell = Cell(algorithm, 0.9)
+  task = cell_run.cell_task(cell, settings)
+  data = cell_run.load_data(name, "")
+  config = cell_run.updater_config(task, cell, settings)
   updater = jaxpruner.create_updater_from_config(config)
   keys = jax.vmap(jax.random.key)(jnp.arange(seeds))
-  built, bare = program.build(task, updater, data), bare_program(task, updater)
-  length = -(-task.steps // cells.STRETCHES)
+  built, bare = training.build(task, updater, data), bare_program(task, updater)
+  length = -(-task.steps // cell_run.CHUNKS)
   carry = built.start(keys, data)
-  lean = jax.tree.map(jnp.copy, (carry.params, carry.opt_state, carry.env_state))
+  lean = jax.tree.map(
+    jnp.copy, (carry.params, carry.opt_state, carry.env_state)
+  )
   lean = jax.tree.map(
     lambda x: jnp.broadcast_to(x, (seeds,)) if x.ndim == 0 else x, lean
   )
@@ -77,11 +80,11 @@ def measure(name: str, algorithm: str, seeds: int, repeats: int) -> dict:
         carry, losses, taken = built.train(
           carry, keys, data, first, length, length
         )
-        record = cells._stretch_record(
+        chunk = cell_run.chunk_of(
           cell, task.steps, first, length, losses, taken
         )
-        folder.append_line(path, record)
-        progress.stretch(record)
+        files.append_line(path, chunk.to_json())
+        progress.advance(chunk)
         return carry.params
 
       def plain():

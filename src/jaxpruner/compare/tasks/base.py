@@ -112,7 +112,7 @@ class Task:
     return jax.value_and_grad(loss_fn)(params, batch, key)
 
   def start(self, params: PyTree, data: PyTree, key: jax.Array) -> PyTree:
-    """Return the environments' state before the first step (nothing, usually)."""
+    """Return the environments' state at first (usually there are none)."""
     del params, data, key
     return ()
 

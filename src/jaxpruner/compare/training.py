@@ -1,4 +1,4 @@
-"""One cell's training as a compiled program, all seeds at once.
+"""One cell's training, compiled for all seeds at once.
 
 Here the protocol is enforced: for one seed, initial weights, batches,
 optimizer, learning rate and number of steps are functions of the task and the
@@ -29,7 +29,7 @@ class Carry(NamedTuple):
 
 
 class Snapshot(NamedTuple):
-  """What is measured after a stretch of steps, per seed."""
+  """What is measured after a chunk of steps, per seed."""
 
   density: PyTree  # per leaf, of the weights the forward pass uses
   stored: PyTree  # per leaf, of the weights that are trained
@@ -37,56 +37,98 @@ class Snapshot(NamedTuple):
   explored: jax.Array  # share of weights active so far
 
 
-class Program(NamedTuple):
-  """The compiled pieces of a cell; seeds are the leading axis."""
+class Training(NamedTuple):
+  """The compiled pieces of a cell's training; seeds are the leading axis."""
 
   start: Callable[..., Carry]
   train: Callable[..., tuple[Carry, jax.Array, Snapshot]]
   final: Callable[[Carry], PyTree]
 
 
-def build(task: Task, updater: Any, data: PyTree, devices: int = 1) -> Program:
-  """Compile one cell's training for all its seeds at once."""
-  tx = updater.wrap_optax(task.optimizer())
-  spread = _spreader(devices)
+def build(
+  task: Task,
+  updater: Any,
+  data: PyTree,
+  devices: int = 1,
+  temperature: float = 1.0,
+) -> Training:
+  """Compile one cell's training for all its seeds at once.
 
-  def masks_of(params: PyTree, opt_state: PyTree) -> PyTree:
-    masks = jaxpruner.find_state(opt_state).masks
-    if masks is None:
-      return jax.tree.map(lambda _: None, params)
-    return masks
+  Args:
+    task: what is trained.
+    updater: the pruning algorithm.
+    data: what the task's `load` returned, on the device.
+    devices: over how many each batch is spread.
+    temperature: divides the network's outputs in the loss that an algorithm
+      which prunes at the start looks at.
 
-  def first_tx(params: PyTree, data: PyTree, key: jax.Array) -> Any:
+  Returns:
+    start(keys, data) -> Carry; train(carry, keys, data, first, count, length)
+    -> (Carry, losses, Snapshot); final(carry) -> the parameters to evaluate.
+  """
+  seed = _Seed(task, updater, _spreader(devices), temperature)
+  return _over_seeds(task, seed.start, seed.train, seed.final, data)
+
+
+class _Seed:
+  """One seed's training, as functions that `build` batches and compiles."""
+
+  def __init__(self, task: Task, updater: Any, spread: Any, temperature: float):
+    self._task, self._updater = task, updater
+    self._spread, self._temperature = spread, temperature
+    self._tx = updater.wrap_optax(task.optimizer())
+
+  def start(self, key: jax.Array, data: PyTree) -> Carry:
+    """Return the carry before the first step."""
+    params = self._task.init(jax.random.fold_in(key, 0))
+    opt_state = self._first_tx(params, data, key).init(params)
+    params = self._updater.post_gradient_update(params, opt_state)
+    env_state = self._task.start(params, data, jax.random.fold_in(key, 1))
+    masks = _masks_of(params, opt_state)
+    return Carry(params, opt_state, env_state, masks, masks)
+
+  def _first_tx(self, params: PyTree, data: PyTree, key: jax.Array) -> Any:
     """Return `tx`, which may look at the first batch to prune at the start."""
-    if "loss" not in updater.needs:
-      return tx
+    task = self._task
+    if "loss" not in self._updater.needs:
+      return self._tx
     env_state = task.start(params, data, jax.random.fold_in(key, 1))
     batch_key, loss_key = jax.random.split(jax.random.fold_in(key, 2))
     _, batch = task.interact(env_state, params, data, batch_key, jnp.array(0))
-    cool = task.with_temperature(updater.temperature)
-    bound = updater.bind(
-      lambda p, batch: cool.loss(p, batch, loss_key),
+    softened = task.with_temperature(self._temperature)
+    bound = self._updater.bind(
+      lambda p, batch: softened.loss(p, batch, loss_key),
       batch,
       task.apply,
       task.example(data),
     )
     return bound.wrap_optax(task.optimizer())
 
-  def start(key: jax.Array, data: PyTree) -> Carry:
-    params = task.init(jax.random.fold_in(key, 0))
-    opt_state = first_tx(params, data, key).init(params)
-    params = updater.post_gradient_update(params, opt_state)
-    env_state = task.start(params, data, jax.random.fold_in(key, 1))
-    masks = masks_of(params, opt_state)
-    return Carry(params, opt_state, env_state, masks, masks)
+  def train(
+    self, carry: Carry, key: jax.Array, data: PyTree, first, count, length
+  ) -> tuple[Carry, jax.Array, Snapshot]:
+    """Take `count` steps from `first` on; losses have room for `length`."""
 
-  def step(carry: Carry, t: jax.Array, key: jax.Array, data: PyTree):
+    def body(i, state):
+      carry, losses = state
+      carry, loss = self._step(carry, first + i, key, data)
+      return carry, losses.at[i].set(loss)
+
+    # A dynamic bound: the shorter last chunk reuses the compiled program.
+    carry, losses = jax.lax.fori_loop(
+      0, count, body, (carry, jnp.zeros(length))
+    )
+    carry, taken = self._snapshot(carry)
+    return carry, losses, taken
+
+  def _step(self, carry: Carry, t: jax.Array, key: jax.Array, data: PyTree):
+    task = self._task
     batch_key, loss_key = jax.random.split(jax.random.fold_in(key, 2))
-    forward = lambda p: updater.pre_forward_update(p, carry.opt_state)
+    forward = lambda p: self._updater.pre_forward_update(p, carry.opt_state)
     env_state, batch = task.interact(
       carry.env_state, forward(carry.params), data, batch_key, t
     )
-    batch = spread(batch)
+    batch = self._spread(batch)
     gradient = lambda params: task.gradient(
       lambda p, batch, key: task.loss(forward(p), batch, key),
       params,
@@ -94,7 +136,7 @@ def build(task: Task, updater: Any, data: PyTree, devices: int = 1) -> Program:
       jax.random.fold_in(loss_key, t),
     )
     loss, grads = gradient(carry.params)
-    updates, opt_state = tx.update(
+    updates, opt_state = self._tx.update(
       grads,
       carry.opt_state,
       carry.params,
@@ -103,53 +145,46 @@ def build(task: Task, updater: Any, data: PyTree, devices: int = 1) -> Program:
     params = jax.tree.map(
       lambda p, u: (p + u).astype(p.dtype), carry.params, updates
     )
-    return carry._replace(
+    carry = carry._replace(
       params=params, opt_state=opt_state, env_state=env_state
-    ), loss
-
-  def snapshot(carry: Carry) -> tuple[Carry, Snapshot]:
-    masks = masks_of(carry.params, carry.opt_state)
-    kept = sum(m.sum(dtype=jnp.float32) for m in jax.tree.leaves(masks))
-    size = sum(m.size for m in jax.tree.leaves(masks))
-    seen = jax.tree.map(jnp.maximum, carry.seen, masks)
-    grown = sum(
-      (new > old).sum(dtype=jnp.float32)
-      for new, old in zip(
-        jax.tree.leaves(masks), jax.tree.leaves(carry.masks), strict=True
-      )
     )
-    active = sum(m.sum(dtype=jnp.float32) for m in jax.tree.leaves(seen))
+    return carry, loss
+
+  def _snapshot(self, carry: Carry) -> tuple[Carry, Snapshot]:
+    masks = _masks_of(carry.params, carry.opt_state)
+    flat = jax.tree.leaves(masks)
+    size = sum(m.size for m in flat)
+    seen = jax.tree.map(jnp.maximum, carry.seen, masks)
     mean = lambda m: m.mean(dtype=jnp.float32)
     density = jax.tree.map(mean, masks)
-    trained = updater.trained_masks(jaxpruner.find_state(carry.opt_state))
+    state = jaxpruner.find_state(carry.opt_state)
+    trained = self._updater.trained_masks(state)
     stored = jax.tree.map(jnp.ones_like, density)
     if trained is not None and size:
       stored = jax.tree.map(mean, trained)
-    taken = Snapshot(
-      density,
-      stored,
-      grown / jnp.maximum(kept, 1) if size else jnp.zeros([]),
-      jnp.asarray(active) / size if size else jnp.ones([]),
-    )
+    churn, explored = jnp.zeros([]), jnp.ones([])
+    if size:
+      old = jax.tree.leaves(carry.masks)
+      grown = _total([new > was for new, was in zip(flat, old, strict=True)])
+      churn = grown / jnp.maximum(_total(flat), 1)
+      explored = jnp.asarray(_total(jax.tree.leaves(seen))) / size
+    taken = Snapshot(density, stored, churn, explored)
     return carry._replace(masks=masks, seen=seen), taken
 
-  def train(carry: Carry, key: jax.Array, data: PyTree, first, count, length):
-    def body(i, state):
-      carry, losses = state
-      carry, loss = step(carry, first + i, key, data)
-      return carry, losses.at[i].set(loss)
+  def final(self, carry: Carry) -> PyTree:
+    """Return the parameters that are evaluated."""
+    return self._updater.pre_forward_update(carry.params, carry.opt_state)
 
-    # A dynamic bound: the shorter last stretch reuses the compiled program.
-    carry, losses = jax.lax.fori_loop(
-      0, count, body, (carry, jnp.zeros(length))
-    )
-    carry, taken = snapshot(carry)
-    return carry, losses, taken
 
-  def final(carry: Carry) -> PyTree:
-    return updater.pre_forward_update(carry.params, carry.opt_state)
+def _total(leaves: list[jax.Array]) -> jax.Array | int:
+  return sum(leaf.sum(dtype=jnp.float32) for leaf in leaves)
 
-  return _over_seeds(task, start, train, final, data)
+
+def _masks_of(params: PyTree, opt_state: PyTree) -> PyTree:
+  masks = jaxpruner.find_state(opt_state).masks
+  if masks is None:
+    return jax.tree.map(lambda _: None, params)
+  return masks
 
 
 def _once(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -159,7 +194,7 @@ def _once(fn: Callable[..., Any]) -> Callable[..., Any]:
   return jax.jit(fn, compiler_options=options)
 
 
-def _over_seeds(task, start, train, final, data) -> Program:
+def _over_seeds(task, start, train, final, data) -> Training:
   """Batch the seeds: one bigger program (vmap), or one after another (map)."""
   if task.in_turn:
     start_all = lambda keys, data: jax.lax.map(lambda k: start(k, data), keys)
@@ -176,7 +211,7 @@ def _over_seeds(task, start, train, final, data) -> Program:
     mapped = jax.vmap(one, in_axes=(axes, 0), out_axes=(axes, 0, 0))
     return mapped(carry, keys)
 
-  return Program(
+  return Training(
     _once(start_all),
     jax.jit(train_all, static_argnums=5, donate_argnums=0),
     jax.jit(final_all),
@@ -248,15 +283,50 @@ def arrays_of(carry: Carry, progress: list[float]) -> dict[str, np.ndarray]:
   return arrays
 
 
+class CheckpointError(ValueError):
+  """A checkpoint can be read, but is not of this training."""
+
+
 def restore(
-  carry: Carry, saved: dict[str, np.ndarray]
+  carry: Carry, saved: dict[str, np.ndarray], steps: int
 ) -> tuple[Carry, list[float]]:
-  """Return what `arrays_of` was given; `carry` lends its structure."""
+  """Return what `arrays_of` was given.
+
+  Args:
+    carry: the training before its first step: lends structure and shapes.
+    saved: the arrays.
+    steps: how many the training has.
+
+  Returns:
+    the carry, and [steps done, seconds, cost].
+
+  Raises:
+    CheckpointError: the arrays are not of this training.
+  """
   leaves, treedef = jax.tree.flatten(carry)
-  loaded = []
-  for i, old in enumerate(leaves):
-    new = jnp.asarray(saved[f"leaf:{i}"])
-    if jnp.issubdtype(old.dtype, jax.dtypes.prng_key):
-      new = jax.random.wrap_key_data(new)
-    loaded.append(new)
-  return treedef.unflatten(loaded), saved["progress"].tolist()
+  expected = {f"leaf:{i}" for i in range(len(leaves))} | {"progress"}
+  if set(saved) != expected:
+    raise CheckpointError(
+      f"has {len(saved)} arrays, this training has {len(expected)}"
+    )
+  loaded = [_restored(old, saved[f"leaf:{i}"]) for i, old in enumerate(leaves)]
+  progress = saved["progress"]
+  if progress.shape != (3,) or not np.all(np.isfinite(progress)):
+    raise CheckpointError(f"progress is {progress!r:.60}, need three numbers")
+  first = progress[0]
+  if first != int(first) or not 0 < first < steps:
+    raise CheckpointError(f"stands at step {first:g} of {steps}")
+  return treedef.unflatten(loaded), progress.tolist()
+
+
+def _restored(old: jax.Array, new: np.ndarray) -> jax.Array:
+  is_key = jnp.issubdtype(old.dtype, jax.dtypes.prng_key)
+  like = jax.random.key_data(old) if is_key else old
+  if (new.shape, new.dtype) != (like.shape, like.dtype):
+    raise CheckpointError(
+      f"an array is {new.dtype}{new.shape}, need {like.dtype}{like.shape}"
+    )
+  loaded = jnp.asarray(new)
+  if is_key:
+    return jax.random.wrap_key_data(loaded, impl=jax.random.key_impl(old))
+  return loaded
