@@ -2,7 +2,7 @@
 
   python benchmarks/harness.py [--task fashion] [--algorithm rigl]
 
-Two programs train the same seeds on the same batches in turns, one stretch (a
+Two programs train the same seeds on the same batches in turns, one chunk (a
 twentieth of the training) at a time: the comparison's own, with snapshots of
 masks, churn and exploration, records appended and synced to disk, and the
 progress bar; and a loop of nothing but steps.
@@ -20,24 +20,25 @@ import optax
 import page
 
 import jaxpruner
-from jaxpruner.compare import cell as cells
-from jaxpruner.compare import folder, plan, program, terminal
+from jaxpruner.compare import cell_run, files, terminal, training
+from jaxpruner.compare.cells import Cell
+from jaxpruner.compare.settings import ComparisonSettings
 
 
 def bare_program(task, updater):
   """Steps and nothing else, batched over seeds as the task asks."""
   tx = updater.wrap_optax(task.optimizer())
 
-  def step(params, state, world, data, key, t):
+  def step(params, state, env_state, data, key, t):
     batch_key, loss_key = jax.random.split(jax.random.fold_in(key, 2))
-    world, batch = task.interact(world, params, data, batch_key, t)
+    env_state, batch = task.interact(env_state, params, data, batch_key, t)
     loss = lambda p, batch, key: task.loss(
       updater.pre_forward_update(p, state), batch, key
     )
     key = jax.random.fold_in(loss_key, t)
     _, grads = task.gradient(loss, params, batch, key)
     updates, state = tx.update(grads, state, params)
-    return optax.apply_updates(params, updates), state, world
+    return optax.apply_updates(params, updates), state, env_state
 
   def train(carry, key, data, first, count):
     body = lambda i, c: step(*c, data, key, first + i)
@@ -53,17 +54,19 @@ def bare_program(task, updater):
 
 
 def measure(name: str, algorithm: str, seeds: int, repeats: int) -> dict:
-  settings = plan.Settings(task=name, seeds=seeds)
-  cell = plan.Cell(algorithm, 0.9)
-  task = cells.cell_task(cell, settings)
-  data = cells.load_data(name, "")
-  config = cells.updater_config(task, cell, settings)
+  settings = ComparisonSettings(task=name, seeds=seeds)
+  cell = Cell(algorithm, 0.9)
+  task = cell_run.cell_task(cell, settings)
+  data = cell_run.load_data(name, "")
+  config = cell_run.updater_config(task, cell, settings)
   updater = jaxpruner.create_updater_from_config(config)
   keys = jax.vmap(jax.random.key)(jnp.arange(seeds))
-  built, bare = program.build(task, updater, data), bare_program(task, updater)
-  length = -(-task.steps // cells.STRETCHES)
+  built, bare = training.build(task, updater, data), bare_program(task, updater)
+  length = -(-task.steps // cell_run.CHUNKS)
   carry = built.start(keys, data)
-  lean = jax.tree.map(jnp.copy, (carry.params, carry.opt_state, carry.world))
+  lean = jax.tree.map(
+    jnp.copy, (carry.params, carry.opt_state, carry.env_state)
+  )
   lean = jax.tree.map(
     lambda x: jnp.broadcast_to(x, (seeds,)) if x.ndim == 0 else x, lean
   )
@@ -77,11 +80,11 @@ def measure(name: str, algorithm: str, seeds: int, repeats: int) -> dict:
         carry, losses, taken = built.train(
           carry, keys, data, first, length, length
         )
-        record = cells._stretch_record(
+        chunk = cell_run.chunk_of(
           cell, task.steps, first, length, losses, taken
         )
-        folder.append_line(path, record)
-        progress.stretch(record)
+        files.append_line(path, chunk.to_json())
+        progress.advance(chunk)
         return carry.params
 
       def plain():

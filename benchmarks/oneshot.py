@@ -23,8 +23,7 @@ import time
 import jax
 import numpy as np
 
-from jaxpruner import post_training
-from jaxpruner.compare import data
+from jaxpruner import datasets, post_training
 from jaxpruner.post_training import calibration_text, evaluation, models
 from jaxpruner.post_training.models import resnet50
 
@@ -35,9 +34,11 @@ KINDS = ("enwik8", "sotu", "imdb")
 def three_texts(part: int) -> list[str]:
   """The first or a later part of each source: they share no document."""
   million = 1_000_000
-  wiki = data.load_enwik8()[40 * part * million :][: 4 * million]
-  speeches = [raw.decode("utf-8", "ignore") for *_, raw in data.load_speeches()]
-  reviews = data.load_imdb()
+  wiki = datasets.load_enwik8()[40 * part * million :][: 4 * million]
+  speeches = [
+    raw.decode("utf-8", "ignore") for *_, raw in datasets.load_speeches()
+  ]
+  reviews = datasets.load_imdb()
   return [
     wiki.tobytes().decode("utf-8", "ignore"),
     "\n\n".join(speeches[part::2])[: 4 * million],
@@ -133,7 +134,7 @@ def pictures(args: argparse.Namespace) -> None:
     mirrored = photos[:, :, ::-1]
     learn = np.concatenate([views(mirrored, 160), views(mirrored, 208)[20:]])
   else:
-    sets = data.load_cifar10()
+    sets = datasets.load_cifar10()
     x = sets["test_x"][: args.images].astype(np.float32)
     y = sets["test_y"][: args.images]
     learn, size = sets["train_x"][:512].astype(np.float32), 64

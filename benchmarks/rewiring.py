@@ -17,7 +17,7 @@ import numpy as np
 import optax
 
 import jaxpruner
-from jaxpruner.compare import program, statistics
+from jaxpruner.compare import statistics, training
 from jaxpruner.compare.tasks import digits
 
 ALGORITHMS = ("static_sparse", "set", "rigl")
@@ -49,7 +49,7 @@ def train(
   config = {"algorithm": algorithm, "sparsity": args.sparsity}
   config |= {"dist_type": "erk", "total_steps": task.steps}
   updater = jaxpruner.create_updater_from_config(config)
-  built = program.build(task, updater, data)
+  built = training.build(task, updater, data)
   keys = jax.vmap(jax.random.key)(jnp.arange(args.seeds))
   carry = built.start(keys, data)
   carry, losses, _ = built.train(carry, keys, data, 0, task.steps, task.steps)

@@ -34,7 +34,7 @@ BOTTOM = CORE[0] | CORE[1]
 # Stand beside the core: they know trees, masks and types, not algorithms.
 BESIDE = ("inspect", "utils", "plot", "sparse")
 # Live on public names alone.
-OUTSIDE = ("cli", "compare", "integrations", "tickets")
+OUTSIDE = ("cli", "compare", "data_command", "integrations", "tickets")
 
 
 def files(name):
@@ -92,10 +92,18 @@ def test_what_stands_beside_the_core_knows_its_bottom_only(name):
 
 
 def test_pruning_after_training_knows_the_core_and_the_sparse_files():
-  allowed = set().union(*CORE) | {"sparse", "post_training", "sources"}
+  allowed = set().union(*CORE) | {"sparse", "post_training", "archives"}
   for path in files("post_training"):
-    if not path.stem.endswith("command"):
-      assert imports(path) <= allowed, path
+    # Its command brings data sets along.
+    more = {"datasets"} if path.stem.endswith("command") else set()
+    assert imports(path) <= allowed | more, path
+
+
+@pytest.mark.parametrize("name", ["archives", "datasets"])
+def test_data_and_archives_know_nothing_of_pruning(name):
+  for path in files(name):
+    assert imports(path) <= {"archives", "datasets"}, path
+    assert outside(path) <= {"numpy"}, path
 
 
 @pytest.mark.parametrize("name", OUTSIDE)
@@ -109,7 +117,7 @@ def test_what_stands_outside_uses_public_names_only(name):
 def test_nothing_imports_what_stands_outside():
   for path in ROOT.rglob("*.py"):
     name = path.relative_to(ROOT).parts[0].removesuffix(".py")
-    if name not in OUTSIDE and not path.stem.endswith("command"):
+    if name not in OUTSIDE:
       assert not imports(path) & set(OUTSIDE), path
 
 

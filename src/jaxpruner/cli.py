@@ -9,7 +9,7 @@ from collections.abc import Sequence
 COMMANDS = {
   "compare": ("jaxpruner.compare.command", "compare algorithms fairly"),
   "report": ("jaxpruner.compare.report_command", "rebuild a run's report"),
-  "data": ("jaxpruner.compare.data_command", "list the data sets of the tasks"),
+  "data": ("jaxpruner.data_command", "list the data sets of the tasks"),
   "oneshot": (
     "jaxpruner.post_training.oneshot_command",
     "prune a pretrained model",

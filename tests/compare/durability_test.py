@@ -8,13 +8,18 @@ import subprocess
 import time
 
 import compare_helpers as helpers
+import numpy as np
 import pytest
 
-from jaxpruner.compare import executors, folder, plan
+from jaxpruner.compare import cells, executors, files, workers
+from jaxpruner.compare.cell_run import Outcome
+from jaxpruner.compare.cells import Cell
+from jaxpruner.compare.files import RunFolderError, read_lines
+from jaxpruner.compare.records import Failure, event_to_json
 
 
 def finished(path) -> int:
-  return len(folder.read_lines(path / "results.jsonl"))
+  return len(read_lines(path / "results.jsonl"))
 
 
 def kill_at(path, seconds: float, *extra: str) -> None:
@@ -50,7 +55,7 @@ def test_a_run_killed_at_random_gives_the_same_table(tmp_path, kills, jobs):
     assert result.returncode == 0, result.stderr
     assert helpers.untimed(path) == expected
     # What was finished before the kill was not computed again.
-    cells = [r["cell"] for r in folder.read_lines(path / "results.jsonl")]
+    cells = [r.value["cell"] for r in read_lines(path / "results.jsonl")]
     assert len(cells) == len(set(cells)) >= before
 
 
@@ -110,46 +115,135 @@ class Cheap:
   def __init__(self, fail=()):
     self.fail, self.calls = set(fail), []
 
-  def __call__(self, cell, settings, on_stretch, load, save):
-    del load, save
+  def __call__(self, cell, settings, emit, checkpoint):
+    del settings, checkpoint
     self.calls.append(cell.id)
-    on_stretch({"cell": cell.id, "start": 0, "count": 1})
+    emit(helpers.chunk(cell.id))
     if cell.id in self.fail:
       raise MemoryError("too big\nsecond line")
-    from jaxpruner.compare.cell import Outcome
-
-    return Outcome({"cell": cell.id, "problem": ""}, {})
+    return Outcome(helpers.record(cell.id, [1.0, 1.0]), {})
 
 
 def test_a_cell_that_raises_is_recorded_and_the_others_run(
   tmp_path, monkeypatch
 ):
   cheap = Cheap(fail=["magnitude@0.8"])
-  monkeypatch.setattr(executors.cells, "run_cell", cheap)
+  monkeypatch.setattr(executors.cell_run, "run_cell", cheap)
   settings = helpers.settings()
   events = []
-  executors.serial(plan.cells(settings), settings, tmp_path, events.append)
-  done = {
-    e["record"]["cell"]: e["record"] for e in events if e["event"] == "done"
-  }
-  assert set(done) == {cell.id for cell in plan.cells(settings)}
-  assert done["magnitude@0.8"]["problem"] == "MemoryError: too big"
-  assert done["magnitude@0.8"]["raised"]
-  assert json.dumps(done)
+  executors.serial(cells.cells_of(settings), settings, tmp_path, events.append)
+  done = {e.cell: e for e in events if e.event == "done"}
+  assert set(done) == {cell.id for cell in cells.cells_of(settings)}
+  assert done["magnitude@0.8"].problem == "MemoryError: too big"
+  assert isinstance(done["magnitude@0.8"], Failure)
+  assert json.dumps([event_to_json(event) for event in events])
 
 
 def test_a_full_disk_stops_the_run_instead_of_failing_the_cell(
   tmp_path, monkeypatch
 ):
   def full(*_):
-    raise folder.FolderError("no space")
+    raise RunFolderError("no space")
 
-  monkeypatch.setattr(executors.cells, "run_cell", Cheap())
-  monkeypatch.setattr(folder, "write_atomic", full)
-  with pytest.raises(folder.FolderError, match="no space"):
+  monkeypatch.setattr(executors.cell_run, "run_cell", Cheap())
+  monkeypatch.setattr(files, "write_atomic", full)
+  with pytest.raises(RunFolderError, match="no space"):
     executors.compute(
-      plan.Cell("dense", 0.0), helpers.settings(), tmp_path, lambda _: None
+      Cell("dense", 0.0), helpers.settings(), tmp_path, lambda _: None
     )
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_checkpoint_of_no_use_is_tried_once(
+  tmp_path, monkeypatch, capsys, damaged
+):
+  """Unreadable, or readable and the cell raises: renamed, not retried."""
+
+  def run_cell(cell, settings, emit, checkpoint):
+    del settings, emit
+    if checkpoint.load() is not None:
+      raise ValueError("wrong checkpoint")
+    return Outcome(helpers.record(cell.id, [1.0, 1.0]), {})
+
+  monkeypatch.setattr(executors.cell_run, "run_cell", run_cell)
+  cell, settings = Cell("magnitude", 0.8), helpers.settings()
+  checkpoint = executors.CheckpointFile(tmp_path, cell)
+  checkpoint.save({"leaf:0": np.zeros(3)})
+  if damaged:
+    checkpoint.path.write_bytes(b"PK nothing")
+  events = []
+  for _ in range(2):
+    executors.compute(cell, settings, tmp_path, events.append)
+  assert events[-1].problem == ""
+  assert not checkpoint.path.exists()
+  assert checkpoint.path.with_name("magnitude@0.8.npz.bad").exists()
+  assert "set aside as magnitude@0.8.npz.bad" in capsys.readouterr().err
+
+
+def test_what_a_node_returns_for_another_cell_is_not_stored(tmp_path):
+  cell = Cell("magnitude", 0.8)
+  for name in ("rigl@0.8", "../../planted"):
+    events = [event_to_json(helpers.record(name, [1.0]))]
+    with pytest.raises(RunFolderError, match="was given 'magnitude@0.8'"):
+      executors.store_remote(cell, (events, b"x"), tmp_path, lambda _: None)
+  with pytest.raises(RunFolderError, match="missing fields"):
+    bad = [{"event": "done", "record": {"cell": cell.id}}]
+    executors.store_remote(cell, (bad, b"x"), tmp_path, lambda _: None)
+  assert not list(tmp_path.iterdir())
+  good = [event_to_json(helpers.record(cell.id, [1.0]))]
+  executors.store_remote(cell, (good, b"x"), tmp_path, lambda _: None)
+  assert (tmp_path / "weights" / f"{cell.id}.npz").read_bytes() == b"x"
+
+
+def fake_worker(monkeypatch, code):
+  """Let workers run `code` instead of training."""
+  popen = subprocess.Popen
+
+  def start(words, **options):
+    return popen([words[0], "-c", code, *words[3:]], **options)
+
+  monkeypatch.setattr(workers.subprocess, "Popen", start)
+
+
+@pytest.mark.parametrize(
+  "code, reason",
+  [
+    ("print('hello', flush=True)", "sent 'hello"),
+    ("print('[1]', flush=True)", "no event"),
+    ('print(\'{"event": "done", "record": 3}\')', "no event"),
+    ("import sys; sys.exit(3)", "ended with code 3"),
+    ("pass", "ended with code 0"),
+  ],
+)
+def test_a_worker_that_breaks_the_protocol_ends_the_run(
+  tmp_path, monkeypatch, code, reason
+):
+  fake_worker(monkeypatch, code)
+  with pytest.raises(RunFolderError, match=reason) as error:
+    workers.processes(
+      [Cell("dense", 0.0)], helpers.settings(), tmp_path, lambda _: None, 1
+    )
+  assert "worker-0.log" in str(error.value)
+
+
+def test_what_a_worker_writes_to_descriptor_one_goes_to_its_log(
+  tmp_path, monkeypatch
+):
+  (tmp_path / "noisy.py").write_text(
+    "import os\nos.write(1, b'from below Python\\n')\nprint('from print')\n"
+  )
+  monkeypatch.setenv(
+    "PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+  )
+  monkeypatch.delenv("XLA_FLAGS", raising=False)
+  events = []
+  settings = helpers.settings(imports=("noisy",))
+  out = tmp_path / "run"
+  out.mkdir()
+  workers.processes([Cell("dense", 0.0)], settings, out, events.append, 1)
+  assert events[-1].problem == ""
+  text = (out / "worker-0.log").read_text()
+  assert "from below Python" in text and "from print" in text
 
 
 def test_a_worker_without_a_parent_exits(tmp_path):
@@ -158,7 +252,7 @@ def test_a_worker_without_a_parent_exits(tmp_path):
     [
       helpers.command(tmp_path)[0],
       "-m",
-      "jaxpruner.compare.worker",
+      "jaxpruner.compare.workers",
       str(tmp_path),
     ],
     stdin=subprocess.PIPE,
@@ -167,8 +261,8 @@ def test_a_worker_without_a_parent_exits(tmp_path):
     text=True,
   )
   slow = helpers.settings(options={"steps": 10**7})
-  worker.stdin.write(json.dumps(plan.as_dict(slow)) + "\n")
-  worker.stdin.write(json.dumps(plan.Cell("dense", 0.0)) + "\n")
+  worker.stdin.write(json.dumps(slow.to_json()) + "\n")
+  worker.stdin.write(json.dumps(Cell("dense", 0.0)) + "\n")
   worker.stdin.close()
   assert worker.wait(timeout=120) in (0, 1)
   worker.stdout.close()

@@ -1,6 +1,7 @@
 """The report: what is shown, in every form, from records made by hand."""
 
 import csv
+import dataclasses
 import io
 import json
 import math
@@ -9,71 +10,34 @@ import re
 import compare_helpers as helpers
 import pytest
 
-from jaxpruner.compare import folder, page, plan, report_command, table
+from jaxpruner.compare import columns, exports, page, report_command, table
+from jaxpruner.compare.run_folder import RunFolder
 from jaxpruner.compare.statistics import estimate
 
 HOSTILE = "<script>alert(1)</script>&'\"$x$"
 
 
-def record(cell, values, **changes):
-  name, _, sparsity = cell.partition("@")
-  return {
-    "cell": cell,
-    "algorithm": name,
-    "sparsity": float(sparsity or 0),
-    "problem": "",
-    "metrics": {
-      "accuracy": values,
-      "noise_accuracy": values,
-      "ece": [v / 50 for v in values],
-    },
-    "realised": [float(sparsity or 0)] * len(values),
-    "training_flops": 30.0,
-    "training_flops_dense": 60.0,
-    "inference_flops": 10.0,
-    "inference_flops_dense": 20.0,
-    "bytes": 1234,
-    "weights": 99,
-    "seconds": 3.2,
-  } | changes
-
-
 @pytest.fixture
 def run_folder(tmp_path):
-  settings = helpers.settings()
-  facts = {
-    "settings": plan.as_dict(settings),
-    "versions": {"jax": "1", "jaxpruner": HOSTILE},
-    "device": HOSTILE,
-    "command": f"jaxpruner compare --out {HOSTILE}",
-    "started": "now",
-  }
-  with folder.RunFolder(tmp_path) as run:
-    run.open_run(facts)
-    for line in (
-      record("dense", [90.0, 92.0]),
-      record("small_dense@0.8", [80.0, 81.0]),
-      record("magnitude@0.8", [88.0, 91.0]),
-      record("static_sparse@0.8", [0.0, 0.0], problem=HOSTILE),
+  info = helpers.run_info(
+    versions={"jax": "1", "jaxpruner": HOSTILE},
+    device=HOSTILE,
+    command=f"jaxpruner compare --out {HOSTILE}",
+    started="now",
+  )
+  with RunFolder(tmp_path) as run:
+    run.open_run(info)
+    for record in (
+      helpers.record("dense", [90.0, 92.0]),
+      helpers.record("small_dense@0.8", [80.0, 81.0]),
+      helpers.record("magnitude@0.8", [88.0, 91.0]),
+      helpers.record("static_sparse@0.8", [0.0, 0.0], problem=HOSTILE),
     ):
-      folder.append_line(tmp_path / "results.jsonl", line)
+      run.append(record)
     for cell in ("dense", "magnitude@0.8"):
       for start in (0, 12):
         density = {} if cell == "dense" else {f"{HOSTILE}/kernel": 0.2}
-        folder.append_line(
-          tmp_path / "steps.jsonl",
-          {
-            "cell": cell,
-            "start": start,
-            "count": 12,
-            "steps": 24,
-            "loss": [[1.0, 0.5], [1.1, 0.6]],
-            "density": density,
-            "stored": density,
-            "churn": [0.1, 0.2],
-            "explored": [0.3, 0.4],
-          },
-        )
+        run.append(helpers.chunk(cell, start, density=density, stored=density))
   return tmp_path
 
 
@@ -109,8 +73,8 @@ def test_html_escapes_whatever_names_contain(run_folder):
 
 def test_exports_hold_the_same_numbers(run_folder):
   rows = table.rows(str(run_folder))
-  from_json = json.loads(table.to_json(rows))
-  from_csv = list(csv.DictReader(io.StringIO(table.to_csv(rows))))
+  from_json = json.loads(exports.to_json(rows))
+  from_csv = list(csv.DictReader(io.StringIO(exports.to_csv(rows))))
   assert len(from_json) == len(from_csv) == 4
   for a, b in zip(from_json, from_csv, strict=True):
     assert a["algorithm"] == b["algorithm"]
@@ -121,10 +85,10 @@ def test_exports_hold_the_same_numbers(run_folder):
 
 def test_latex_and_markdown_escape_their_own_marks(run_folder):
   rows = table.rows(str(run_folder))
-  latex = table.to_latex(rows)
+  latex = exports.to_latex(rows)
   assert r"small\_dense" in latex and r"\begin{tabular}" in latex
   assert latex.count("{") == latex.count("}")
-  markdown = table.to_markdown(rows)
+  markdown = exports.to_markdown(rows)
   widths = {
     line.replace(r"\|", "").count("|")
     for line in markdown.splitlines()
@@ -135,22 +99,22 @@ def test_latex_and_markdown_escape_their_own_marks(run_folder):
 
 def test_spreadsheets_never_get_a_formula(run_folder):
   rows = table.rows(str(run_folder))
-  bad = table.dataclasses.replace(rows[0], algorithm="=cmd|' /C calc'!A0")
-  assert "\n'=cmd" in table.to_csv([bad]).replace("Baselines,", "\n")
+  bad = dataclasses.replace(rows[0], algorithm="=cmd|' /C calc'!A0")
+  assert "\n'=cmd" in exports.to_csv([bad]).replace("Baselines,", "\n")
 
 
 def test_unfinished_cells_are_shown_as_such(tmp_path):
-  with folder.RunFolder(tmp_path) as run:
-    run.open_run({"settings": plan.as_dict(helpers.settings()), "versions": {}})
+  with RunFolder(tmp_path) as run:
+    run.open_run(helpers.run_info())
   rows = table.rows(str(tmp_path))
   assert {r.problem for r in rows} == {"not finished"}
-  assert "failed: not finished" in table.to_markdown(rows)
+  assert "failed: not finished" in exports.to_markdown(rows)
 
 
 def test_one_seed_shows_no_interval(run_folder):
   row = table.rows(str(run_folder))[0]
-  alone = table.dataclasses.replace(row, metric=estimate([90.0]))
-  texts = table.spelled(alone)
+  alone = dataclasses.replace(row, metric=estimate([90.0]))
+  texts = columns.cells_as_text(alone)
   assert texts[1] == "90.00" and texts[2] == ""
   assert not any("nan" in text for text in texts)
   assert not math.isnan(alone.metric.mean)
@@ -172,3 +136,86 @@ def test_the_command_exports_and_explains(run_folder, capsys, tmp_path):
   args = parser.parse_args([str(run_folder), str(run_folder)])
   assert report_command.run(args) == 0
   assert "magnitude" in capsys.readouterr().out
+
+
+FORMULAS = ["=1", "+1", "-1", "@x", "\t=1", " =1", "a;=1", "a,=1", "a\n=1"]
+
+
+@pytest.mark.parametrize("text", [*FORMULAS, 'x"=1', "a\r+1", "a|@x", "＝1"])
+def test_a_csv_cell_is_neutral_as_a_whole(text):
+  found = exports.neutral(text)
+  assert all(c.isprintable() for c in found)
+  assert not re.search(r"""(^|[,;|"])\s*[=+\-@＝]""", found)
+  assert "'" in found or "=" not in found or found.startswith("a ")
+
+
+def test_markdown_escapes_as_html_does(run_folder):
+  row = table.rows(str(run_folder))[2]
+  bad = "<img src=x onerror=alert(1)> [a](javascript:b) `c` *d*\n| e |"
+  for field in ("algorithm", "metric_name", "group", "task", "collapsed"):
+    text = exports.to_markdown([dataclasses.replace(row, **{field: bad})])
+    assert "<img" not in text and "[a](" not in text
+    assert "`c`" not in text.replace("\\`", "")
+    widths = {
+      len(re.sub(r"\\\|", "", line).split("|"))
+      for line in text.splitlines()
+      if line.startswith("|")
+    }
+    assert len(widths) == 1
+
+
+def test_the_terminal_gets_no_control_characters(run_folder, capsys):
+  from jaxpruner.compare import terminal
+
+  row = table.rows(str(run_folder))[3]
+  bad = dataclasses.replace(
+    row, problem="\x1b]0;title\x07[red]x", group="\x1b[2J"
+  )
+  terminal.print_table([bad])
+  assert "\x1b" not in capsys.readouterr().out
+
+
+def test_columns_of_low_priority_give_way_first():
+  names = lambda width: [
+    c.name for c in columns.fitting(columns.COLUMNS, lambda _: 10, width)
+  ]
+  assert names(120) == [c.name for c in columns.COLUMNS]
+  assert set(names(120)) - set(names(110)) == {"95 % interval"}
+  assert names(0) == ["algorithm", "metric", "vs dense", "sparsity"]
+
+
+def test_reading_a_run_imports_nothing_that_it_names(
+  tmp_path, monkeypatch, capsys
+):
+  out = tmp_path / "run"
+  (tmp_path / "planted.py").write_text("raise SystemExit('imported')")
+  monkeypatch.syspath_prepend(str(tmp_path))
+  settings = helpers.settings(imports=("planted",), algorithms=("theirs",))
+  cells = [["dense", 0.0, 0, "Baselines"], ["theirs", 0.8, 1, "Theirs"]]
+  with RunFolder(out) as run:
+    run.open_run(helpers.run_info(settings=settings.to_json(), cells=cells))
+    run.append(helpers.record("dense", [90.0, 92.0]))
+    run.append(helpers.record("theirs@0.8", [80.0, 82.0]))
+  assert report_command.run(parse(str(out))) == 0
+  assert "theirs" in capsys.readouterr().out
+  # A folder of the first format has no list of cells: told what to type.
+  old = {"settings": settings.to_json(), "versions": {}}
+  (out / "run.json").write_text(json.dumps(old))
+  assert report_command.run(parse(str(out))) == 1
+  assert "--import" in capsys.readouterr().err
+  assert report_command.run(parse(str(out), "--import", "no_such")) == 1
+  assert "--import 'no_such'" in capsys.readouterr().err
+
+
+def test_an_output_path_that_is_empty_is_refused(run_folder, capsys):
+  for option in ("--out", "--csv"):
+    assert report_command.run(parse(str(run_folder), option, "")) == 1
+    assert "is empty" in capsys.readouterr().err
+
+
+def parse(*words):
+  import argparse
+
+  parser = argparse.ArgumentParser()
+  report_command.add_arguments(parser)
+  return parser.parse_args(words)

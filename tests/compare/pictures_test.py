@@ -3,18 +3,18 @@
 import matplotlib.pyplot as plt
 import pytest
 
-from jaxpruner.compare import metric_picture, plan, statistics, table
+from jaxpruner.compare import cells, metric_picture, statistics, table
 
 FEW = ("magnitude", "random", "set")
-MANY = tuple(plan.fitting_algorithms())
+MANY = tuple(cells.fitting_algorithms())
 
 
 def _rows(names, levels=(0.8,)):
   def row(name, level, values):
-    return table.Row(
+    return table.TableRow(
       task="digits",
       sparsity=level,
-      group=plan.group(name).title,
+      group=cells.group(name).title,
       algorithm=name,
       metric_name="accuracy",
       metric=statistics.estimate(values),

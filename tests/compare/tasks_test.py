@@ -61,8 +61,8 @@ def test_a_task_trains_and_evaluates_abstractly(name):
 
   def everything(data, key):
     params = task.init(key)
-    world = task.start(params, data, key)
-    world, batch = task.interact(world, params, data, key, jnp.int32(3))
+    env_state = task.start(params, data, key)
+    env_state, batch = task.interact(env_state, params, data, key, jnp.int32(3))
     loss, grads = task.gradient(task.loss, params, batch, key)
     return loss, params, grads, task.evaluate(params, data)
 

@@ -6,20 +6,85 @@ import pathlib
 import subprocess
 import sys
 
-from jaxpruner.compare import plan, table
+from jaxpruner.compare import cells, table
+from jaxpruner.compare.records import Chunk, Record
+from jaxpruner.compare.run_folder import FORMAT, RunInfo
+from jaxpruner.compare.settings import ComparisonSettings
 
 TINY = {"steps": 24, "width": 8, "batch_size": 8}
 ALGORITHMS = ("magnitude", "static_sparse")
 
 
-def settings(**changes) -> plan.Settings:
+def settings(**changes) -> ComparisonSettings:
   values = {
     "algorithms": ALGORITHMS,
     "sparsity": (0.8,),
     "seeds": 2,
     "options": TINY,
   }
-  return plan.Settings(**(values | changes))
+  return ComparisonSettings(**(values | changes))
+
+
+def record(cell: str, values: list, **changes) -> Record:
+  """Return a record made by hand."""
+  name, _, sparsity = cell.partition("@")
+  made = {
+    "cell": cell,
+    "algorithm": name,
+    "sparsity": float(sparsity or 0),
+    "width": 8,
+    "metrics": {
+      "accuracy": values,
+      "noise_accuracy": values,
+      "ece": [v / 50 for v in values],
+    },
+    "prunable": 10_000,
+    "realised": [float(sparsity or 0)] * len(values),
+    "nonzero_pruned": 0,
+    "leaves": 2,
+    "weights": 99,
+    "bytes": 1234,
+    "bytes_dense": 4000,
+    "inference_flops": 10.0,
+    "inference_flops_dense": 20.0,
+    "training_flops": 30.0,
+    "training_flops_dense": 60.0,
+    "density": {},
+    "seconds": 3.2,
+  }
+  return Record(**(made | changes))
+
+
+def chunk(cell: str, start: int = 0, **changes) -> Chunk:
+  """Return a chunk of training made by hand."""
+  made = {
+    "cell": cell,
+    "start": start,
+    "count": 12,
+    "steps": 24,
+    "loss": [[1.0, 0.5], [1.1, 0.6]],
+    "density": {},
+    "stored": {},
+    "churn": [0.1, 0.2],
+    "explored": [0.3, 0.4],
+  }
+  return Chunk(**(made | changes))
+
+
+def run_info(**changes) -> RunInfo:
+  """Return what run.json says of the tiny comparison."""
+  chosen = settings()
+  made = {
+    "settings": chosen.to_json(),
+    "versions": {"jax": "1"},
+    "cells": [
+      [c.algorithm, c.sparsity, *cells.group(c.algorithm)]
+      for c in cells.cells_of(chosen)
+    ],
+    "metric": "accuracy",
+    "format": FORMAT,
+  }
+  return RunInfo(**(made | changes))
 
 
 def command(out: pathlib.Path, *extra: str) -> list[str]:

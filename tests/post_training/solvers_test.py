@@ -5,7 +5,7 @@ import layer_reference as reference
 import numpy as np
 import pytest
 
-from jaxpruner import post_training, sources
+from jaxpruner import archives, post_training
 from jaxpruner.post_training import _pattern, models, solve_layer
 from jaxpruner.post_training.calibration import Statistics
 from jaxpruner.post_training.solvers import alps, obc, sparsegpt
@@ -134,7 +134,7 @@ def test_moments_that_cannot_be_inverted_are_told():
 def test_real_layers_follow_the_papers_too():
   try:
     model = models.load("stories15M")
-  except sources.DataError as error:
+  except archives.DataError as error:
     pytest.skip(str(error))
   rng = np.random.default_rng(0)
   # Random tokens are no story, but what they become inside is the model's own.

@@ -2,23 +2,21 @@
 
 import argparse
 import dataclasses
-import datetime
-import importlib
-import importlib.metadata
 import importlib.util
 import os
 import pathlib
-import platform
-import shlex
-import subprocess
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from jaxpruner.compare.folder import FolderError
+if TYPE_CHECKING:  # imported on use: JAX must not start before its devices
+  from jaxpruner.compare.cells import Cell
+  from jaxpruner.compare.executors import Emit
+  from jaxpruner.compare.records import Event, Failure, Record
+  from jaxpruner.compare.settings import ComparisonSettings
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-  """Declare the options; each default is the task's or `Settings`'s own."""
+  """Declare the options; defaults are the task's or the settings' own."""
   add = parser.add_argument
   add("--task", help="what is trained (default: digits); see --list")
   add("--algorithms", help="comma-separated, or all (default: the paper's)")
@@ -66,18 +64,19 @@ def run(args: argparse.Namespace) -> int:
         file=sys.stderr,
       )
       return 2
-  from jaxpruner.compare import data
+  from jaxpruner import datasets
+  from jaxpruner.compare import settings as settings_lib
+  from jaxpruner.compare.files import RunFolderError
 
-  for module in args.imports or ():
-    importlib.import_module(module)
-  if args.list:
-    print_list()
-    return 0
   try:
+    settings_lib.import_modules(args.imports or ())
+    if args.list:
+      print_list()
+      return 0
     settings = settings_from(args)
-    out = args.out or f"runs/{settings.task}-{settings.digest()}"
-    return compare(settings, out, args)
-  except (ValueError, FolderError, data.DataError) as error:
+    out = f"runs/{settings.task}-{settings.digest()}"
+    return compare(settings, out if args.out is None else args.out, args)
+  except (ValueError, RunFolderError, datasets.DataError) as error:
     print(f"jaxpruner compare: {error}", file=sys.stderr)
     return 1
   except KeyboardInterrupt:
@@ -85,113 +84,171 @@ def run(args: argparse.Namespace) -> int:
     return 130
 
 
-def settings_from(args: argparse.Namespace) -> Any:
-  """Return the settings: defaults, then the file, then the options."""
-  from jaxpruner.compare import plan
+def settings_from(args: argparse.Namespace) -> "ComparisonSettings":
+  """Return the settings: defaults, then the file, then the options.
 
-  values = plan.read_config(args.config) if args.config else {}
+  Args:
+    args: what was typed.
+
+  Raises:
+    ValueError: an option or the file holds what cannot be.
+  """
+  from jaxpruner.compare import settings as settings_lib
+
+  values = settings_lib.read_config(args.config) if args.config else {}
+  untyped = set(values.get("imports", ())) - set(args.imports or ())
+  if untyped:
+    named = " ".join(f"--import {name}" for name in sorted(untyped))
+    raise ValueError(
+      f"--config {args.config}: names modules to import; a file imports "
+      f"nothing by itself: if you trust them, type {named}"
+    )
   for name in ("task", "type", "distribution", "seeds", "devices", "data"):
     if getattr(args, name) is not None:
       values[name] = getattr(args, name)
-  if args.algorithms:
-    values["algorithms"] = tuple(_listed(args.algorithms))
+  if args.algorithms is not None:
+    values["algorithms"] = tuple(_listed("--algorithms", args.algorithms))
   if args.imports:
     values["imports"] = tuple(args.imports)
-  if args.sparsity:
-    try:
-      values["sparsity"] = tuple(map(float, _listed(args.sparsity)))
-    except ValueError as error:
-      raise ValueError(
-        f"--sparsity {args.sparsity!r}: write fractions such as 0.8,0.95"
-      ) from error
-  options = dict(values.get("options", {}))
+  if args.sparsity is not None:
+    values["sparsity"] = _fractions(args.sparsity)
+  values["options"] = _options(args, values.get("options", {}))
+  # N:M fixes the sparsity, so asking for it again would be noise.
+  dictated = settings_lib.type_sparsity(values.get("type", ""))
+  if dictated is not None:
+    values.setdefault("sparsity", (dictated,))
+  settings = settings_lib.ComparisonSettings(**values)
+  settings_lib.check_algorithms(settings)
+  _check_running(args)
+  return settings
+
+
+def _listed(option: str, text: str) -> list[str]:
+  found = [part.strip() for part in text.split(",") if part.strip()]
+  if not found:
+    raise ValueError(
+      f"{option} {text!r}: is empty; give names, or leave it out"
+    )
+  return found
+
+
+def _fractions(text: str) -> tuple[float, ...]:
+  try:
+    return tuple(map(float, _listed("--sparsity", text)))
+  except ValueError as error:
+    raise ValueError(
+      f"--sparsity {text!r}: write fractions such as 0.8,0.95"
+    ) from error
+
+
+def _options(args: argparse.Namespace, given: Any) -> dict[str, Any]:
+  """Return the overrides of the task: the file's, --steps, --set."""
+  options = dict(given)
   if args.steps is not None:
     options["steps"] = args.steps
   for item in args.set:
     name, _, value = item.partition("=")
     try:
-      number = float(value)
-    except ValueError as error:
-      raise ValueError(f"--set {item!r}: write FIELD=NUMBER") from error
-    options[name] = int(number) if value.isdigit() else number
-  values["options"] = options
-  # N:M fixes the sparsity, so asking for it again would be noise.
-  dictated = plan.type_sparsity(values.get("type", ""))
-  if dictated is not None:
-    values.setdefault("sparsity", (dictated,))
-  return plan.Settings(**values)
+      options[name] = int(value)
+    except ValueError:
+      try:
+        options[name] = float(value)
+      except ValueError as error:
+        raise ValueError(f"--set {item!r}: write FIELD=NUMBER") from error
+  return options
 
 
-def _listed(text: str) -> list[str]:
-  return [part.strip() for part in text.split(",") if part.strip()]
+def _check_running(args: argparse.Namespace) -> None:
+  """Check the options that say how, not what, is computed."""
+  if args.jobs is not None and args.jobs < 1:
+    raise ValueError(f"--jobs {args.jobs}: need at least one")
+  if args.out == "":
+    raise ValueError("--out '': is empty; give a folder, or leave it out")
 
 
-def compare(settings: Any, out: str, args: argparse.Namespace) -> int:
-  """Compute what the folder lacks, then report all of it."""
-  import jax
+def compare(
+  settings: "ComparisonSettings", out: str, args: argparse.Namespace
+) -> int:
+  """Compute what the folder lacks, then report all of it.
 
+  Args:
+    settings: the comparison.
+    out: the run folder.
+    args: the options that say how it is computed.
+
+  Returns:
+    0, or 1 if a cell failed.
+  """
   from jaxpruner.compare import (
-    executors,
-    folder,
+    cells,
+    fingerprint,
     latency,
     page,
-    plan,
+    records,
+    run_folder,
     tasks,
     terminal,
   )
 
-  task = tasks.task_class(settings.task)
-  cells = plan.cells(settings)
+  wanted = cells.cells_of(settings)
+  task = tasks.make_task(settings.task, settings.options)
   # Missing data should be an error now, not in every cell.
-  tasks.make_task(settings.task, settings.options).load(settings.data or None)
-  with folder.RunFolder(out) as run:
-    run.open_run(facts(settings))
-    results = folder.read_results(out)
-    pending = [
-      cell
-      for cell in cells
-      if cell.id not in results or results[cell.id].get("raised")
-    ]
-    bar = terminal.Progress(
-      len(cells), len(cells) - len(pending), task.metric, args.quiet
-    )
+  data = task.load(settings.data or None)
+  with run_folder.RunFolder(out) as run:
+    run.open_run(fingerprint.run_info(settings, data))
+    del data
+    pending = _pending(run_folder.read_results(out), wanted)
+    done = len(wanted) - len(pending)
+    bar = terminal.Progress(len(wanted), done, task.metric, args.quiet)
     with bar:
 
-      def sink(event: dict[str, Any]) -> None:
-        record = event["record"]
-        if event["event"] == "stretch":
-          folder.append_line(run.path / "steps.jsonl", record)
-          bar.stretch(record)
+      def emit(event: "Event") -> None:
+        run.append(event)
+        if isinstance(event, records.Chunk):
+          bar.advance(event)
         else:
-          folder.append_line(run.path / "results.jsonl", record)
-          bar.finish(record)
+          bar.finish(event)
 
-      jobs = args.jobs if args.jobs is not None else _default_jobs()
-      if jobs < 1:
-        raise ValueError(f"--jobs {jobs}: need at least one")
-      if args.executor == "ray":
-        executors.ray_cluster(
-          pending, settings, run.path, sink, args.ray_address
-        )
-      elif jobs == 1 and jax.default_backend() != "cpu":
-        # One process owns the accelerator, and it is this one.
-        executors.serial(pending, settings, run.path, sink)
-      else:
-        executors.processes(pending, settings, run.path, sink, jobs)
-
-    measured = {
-      record["cell"] for record in folder.read_lines(run.path / "latency.jsonl")
-    }
-    latency.measure_all(
-      run.path,
-      settings,
-      [cell for cell in cells if cell.id not in measured],
-      lambda record: folder.append_line(run.path / "latency.jsonl", record),
-    )
+      _execute(pending, settings, run.path, emit, args)
+    measured = run_folder.read_latency(out)
+    missing = [cell for cell in wanted if cell.id not in measured]
+    latency.measure_all(run.path, settings, missing, run.append)
     rows = page.write_report([out], out)
   terminal.print_table(rows)
   print(f"report: {pathlib.Path(out) / 'report.html'}")
   return int(any(row.problem for row in rows))
+
+
+def _pending(
+  results: "dict[str, Record | Failure]", wanted: "list[Cell]"
+) -> "list[Cell]":
+  """Return the cells that are not finished, or raised."""
+  from jaxpruner.compare.records import Record
+
+  finished = {key for key, r in results.items() if isinstance(r, Record)}
+  return [cell for cell in wanted if cell.id not in finished]
+
+
+def _execute(
+  pending: "list[Cell]",
+  settings: "ComparisonSettings",
+  path: pathlib.Path,
+  emit: "Emit",
+  args: argparse.Namespace,
+) -> None:
+  """Compute the cells where the options say."""
+  import jax
+
+  from jaxpruner.compare import executors, workers
+
+  jobs = args.jobs if args.jobs is not None else _default_jobs()
+  if args.executor == "ray":
+    executors.ray_cluster(pending, settings, path, emit, args.ray_address)
+  elif jobs == 1 and jax.default_backend() != "cpu":
+    # One process owns the accelerator, and it is this one.
+    executors.serial(pending, settings, path, emit)
+  else:
+    workers.processes(pending, settings, path, emit, jobs)
 
 
 def _default_jobs() -> int:
@@ -204,51 +261,10 @@ def _default_jobs() -> int:
   return min(8, os.cpu_count() or 1)
 
 
-def facts(settings: Any) -> dict[str, Any]:
-  """Return what run.json says about this run."""
-  import jax
-
-  from jaxpruner.compare import plan
-
-  versions = {
-    name: importlib.metadata.version(name)
-    for name in ("jaxpruner", "jax", "jaxlib", "optax", "numpy")
-  }
-  versions["python"] = platform.python_version()
-  versions["device"] = jax.devices()[0].device_kind
-  return {
-    "settings": plan.as_dict(settings),
-    "versions": versions,
-    "device": f"{jax.devices()[0].device_kind}, {os.cpu_count()} cores, "
-    f"{platform.machine()}",
-    "commit": _commit(),
-    "command": shlex.join(["jaxpruner", *sys.argv[1:]]),
-    "started": datetime.datetime.now(datetime.UTC).isoformat(
-      timespec="seconds"
-    ),
-  }
-
-
-def _commit() -> str:
-  """Return the git commit of the library's source, if it is a checkout."""
-  try:
-    found = subprocess.run(
-      ["git", "describe", "--always", "--dirty", "--abbrev=12"],
-      cwd=pathlib.Path(__file__).parent,
-      capture_output=True,
-      text=True,
-      timeout=10,
-      check=True,
-    )
-  except (OSError, subprocess.SubprocessError):
-    return ""
-  return found.stdout.strip()
-
-
 def print_list() -> None:
   """Print the tasks and the algorithms with their categories."""
   import jaxpruner
-  from jaxpruner.compare import plan, tasks
+  from jaxpruner.compare import cells, tasks
 
   print("tasks")
   for name in tasks.TASKS:
@@ -259,11 +275,11 @@ def print_list() -> None:
     summary = (cls.__doc__ or "").strip().splitlines()[0]
     print(f"  {name:14} {summary}\n{'':17}{options}")
   print("\nalgorithms")
-  fitting, default = plan.fitting_algorithms(), plan.default_algorithms()
+  fitting, default = cells.fitting_algorithms(), cells.default_algorithms()
   for name in jaxpruner.all_algorithm_names():
     if name == "no_prune":
       continue
     note = "" if name in default else " (with --algorithms)"
     if name not in fitting:
       note = " (needs more than a training loop)"
-    print(f"  {name:18} {plan.group(name).title}{note}")
+    print(f"  {name:18} {cells.group(name).title}{note}")

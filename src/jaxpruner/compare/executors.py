@@ -1,28 +1,33 @@
-"""Where cells are computed: this process, several, or a Ray cluster.
+"""Where cells are computed: this process or a Ray cluster; see also `workers`.
 
-Each executor calls `sink(event)` in the process that owns the run folder:
-`{"event": "stretch" | "done", "record": ...}`. A cell depends on nothing but
-its settings, so all executors give the same records.
+Each executor calls `emit(event)` in the process that owns the run folder, with
+a `Chunk`, a `Record` or a `Failure`. A cell depends on nothing but its
+settings, so all executors give the same records.
 """
 
-import json
 import os
 import pathlib
-import queue
-import subprocess
-import sys
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxpruner.compare import cell as cells
-from jaxpruner.compare import folder, plan
+import numpy as np
 
-Event = dict[str, Any]
-Sink = Callable[[Event], None]
+from jaxpruner.compare import cell_run, files, settings
+from jaxpruner.compare.cells import Cell
+from jaxpruner.compare.files import RunFolderError
+from jaxpruner.compare.records import (
+  Event,
+  Failure,
+  SchemaError,
+  event_from_json,
+  event_to_json,
+)
+from jaxpruner.compare.settings import ComparisonSettings
+
+Emit = Callable[[Event], None]
 
 
-def _threads(settings: plan.Settings) -> dict[str, str]:
+def threads(settings: ComparisonSettings) -> dict[str, str]:
   """Return the environment of a worker: one thread for its one device.
 
   XLA sums a product in another order on another number of threads: with one,
@@ -33,140 +38,130 @@ def _threads(settings: plan.Settings) -> dict[str, str]:
   return {"NPROC": "1"} if settings.devices == 1 else {}
 
 
-def compute(
-  cell: plan.Cell, settings: plan.Settings, path: pathlib.Path, sink: Sink
-) -> None:
-  """Compute one cell, keeping its weights and checkpoints in the folder."""
-  checkpoint = path / "checkpoints" / f"{cell.id}.npz"
+class CheckpointFile:
+  """A half-trained cell in the run folder.
 
-  def load():
-    if not checkpoint.exists():
+  Args:
+    path: of the run folder.
+    cell: whose training it is.
+  """
+
+  def __init__(self, path: pathlib.Path, cell: Cell):
+    self.path = path / "checkpoints" / f"{cell.id}.npz"
+
+  def load(self) -> dict[str, np.ndarray] | None:
+    """Return the arrays, or None; a damaged file is set aside."""
+    if not self.path.exists() and not self.path.is_symlink():
       return None
     try:
-      return folder.unpack_arrays(checkpoint)
-    except folder.FolderError:
-      # Only time is lost: the cell starts over and gives the same numbers.
+      return files.unpack_arrays(self.path)
+    except RunFolderError as error:
+      self.set_aside(str(error))
       return None
 
-  def save(arrays):
-    folder.write_atomic(checkpoint, folder.pack_arrays(arrays))
+  def save(self, arrays: dict[str, np.ndarray]) -> None:
+    """Replace the checkpoint."""
+    files.write_atomic(self.path, files.pack_arrays(arrays))
 
-  sink_stretch = lambda record: sink({"event": "stretch", "record": record})
+  def set_aside(self, reason: str) -> None:
+    """Rename a checkpoint of no use, so that it is not tried for ever."""
+    if not self.path.exists() and not self.path.is_symlink():
+      return
+    aside = self.path.with_name(f"{self.path.name}.bad")
+    with files.explained(self.path):
+      os.replace(self.path, aside)
+    files.say(
+      f"{self.path}: of no use ({reason}); set aside as {aside.name}, the cell "
+      "starts over and gives the same numbers"
+    )
+
+  def delete(self) -> None:
+    """Delete the checkpoint of a finished cell."""
+    self.path.unlink(missing_ok=True)
+
+
+def compute(
+  cell: Cell, settings: ComparisonSettings, path: pathlib.Path, emit: Emit
+) -> None:
+  """Compute one cell, keeping its weights and checkpoints in the folder.
+
+  Args:
+    cell: the cell.
+    settings: the comparison it belongs to.
+    path: the run folder.
+    emit: receives its chunks, then its record or failure.
+  """
+  checkpoint = CheckpointFile(path, cell)
   try:
-    outcome = cells.run_cell(cell, settings, sink_stretch, load, save)
-  except (folder.FolderError, KeyboardInterrupt):
+    outcome = cell_run.run_cell(cell, settings, emit, checkpoint)
+  except (RunFolderError, KeyboardInterrupt):
     raise
   except Exception as error:
-    sink({"event": "done", "record": failure(cell, error)})
+    failed = failure(cell, error)
+    checkpoint.set_aside(failed.problem)
+    emit(failed)
     return
-  packed = folder.pack_arrays(outcome.arrays)
-  folder.write_atomic(path / "weights" / f"{cell.id}.npz", packed)
-  sink({"event": "done", "record": outcome.record})
-  checkpoint.unlink(missing_ok=True)
+  packed = files.pack_arrays(outcome.arrays)
+  files.write_atomic(path / "weights" / f"{cell.id}.npz", packed)
+  emit(outcome.record)
+  checkpoint.delete()
 
 
-def failure(cell: plan.Cell, error: Exception) -> dict[str, Any]:
+def failure(cell: Cell, error: Exception) -> Failure:
   """Return the record of a cell that raised; it is retried on resumption."""
   first = str(error).strip().splitlines()[0] if str(error).strip() else ""
-  return {
-    "cell": cell.id,
-    "algorithm": cell.algorithm,
-    "sparsity": cell.sparsity,
-    "problem": f"{type(error).__name__}: {first}",
-    "raised": True,
-  }
+  problem = f"{type(error).__name__}: {first}"
+  return Failure(cell.id, cell.algorithm, cell.sparsity, problem)
+
+
+def check_sender(event: Event, cell: Cell, sender: str) -> Event:
+  """Return the event, if it is of the cell that its sender was given.
+
+  Args:
+    event: what came back.
+    cell: what was asked for.
+    sender: a worker or node, for the message.
+
+  Raises:
+    RunFolderError: the event names another cell.
+  """
+  if event.cell != cell.id:
+    raise RunFolderError(
+      f"{sender} returned cell {event.cell!r:.80}, but was given {cell.id!r}; "
+      "nothing of it was stored"
+    )
+  return event
 
 
 def serial(
-  pending: Sequence[plan.Cell],
-  settings: plan.Settings,
+  pending: Sequence[Cell],
+  settings: ComparisonSettings,
   path: pathlib.Path,
-  sink: Sink,
+  emit: Emit,
 ) -> None:
   """Compute the cells one after another in this process."""
   for cell in pending:
-    compute(cell, settings, path, sink)
-
-
-def processes(
-  pending: Sequence[plan.Cell],
-  settings: plan.Settings,
-  path: pathlib.Path,
-  sink: Sink,
-  jobs: int,
-) -> None:
-  """Compute the cells in `jobs` worker processes.
-
-  Workers speak JSON lines over pipes; one that loses its parent exits.
-  """
-  events: queue.Queue[tuple[int, Event | None]] = queue.Queue()
-  waiting = list(pending)[::-1]
-  workers: list[Any] = []
-
-  def listen(index: int, stream) -> None:
-    for line in stream:
-      events.put((index, json.loads(line)))
-    events.put((index, None))
-
-  def give(index: int) -> None:
-    pipe = workers[index].stdin
-    if waiting:
-      pipe.write(json.dumps(waiting.pop()) + "\n")
-      pipe.flush()
-    else:
-      pipe.close()
-
-  first = json.dumps(plan.as_dict(settings))
-  try:
-    for index in range(min(jobs, len(waiting))):
-      with (path / f"worker-{index}.log").open("w") as log:
-        worker = subprocess.Popen(
-          [sys.executable, "-m", "jaxpruner.compare.worker", str(path)],
-          stdin=subprocess.PIPE,
-          stdout=subprocess.PIPE,
-          stderr=log,
-          text=True,
-          env=os.environ | _threads(settings),
-        )
-      workers.append(worker)
-      workers[index].stdin.write(first + "\n")
-      threading.Thread(
-        target=listen, args=(index, worker.stdout), daemon=True
-      ).start()
-      give(index)
-    alive = len(workers)
-    while alive:
-      index, event = events.get()
-      if event is None:
-        alive -= 1
-        if code := workers[index].wait():
-          raise folder.FolderError(
-            f"worker {index} ended with code {code}; see "
-            f"{path / f'worker-{index}.log'}. The same command continues."
-          )
-        continue
-      sink(event)
-      if event["event"] == "done":
-        give(index)
-  finally:
-    for worker in workers:
-      worker.kill()
-      worker.wait()
-      for pipe in (worker.stdin, worker.stdout):
-        pipe.close()
+    compute(cell, settings, path, emit)
 
 
 def ray_cluster(
-  pending: Sequence[plan.Cell],
-  settings: plan.Settings,
+  pending: Sequence[Cell],
+  settings: ComparisonSettings,
   path: pathlib.Path,
-  sink: Sink,
+  emit: Emit,
   address: str | None,
 ) -> None:
   """Compute the cells as Ray tasks, on a cluster or on this machine.
 
   Nodes need jaxpruner and the task's data, but no shared file system: weights
   travel with the result.
+
+  Args:
+    pending: the cells.
+    settings: the comparison.
+    path: the run folder.
+    emit: receives the events of each cell when it is finished.
+    address: of a running cluster; None starts one on this machine.
   """
   try:
     import ray  # pyright: ignore[reportMissingImports]
@@ -177,35 +172,54 @@ def ray_cluster(
   if not ray.is_initialized():
     ray.init(address=address, log_to_driver=False)
 
-  environment = {"env_vars": _threads(settings)}
+  environment = {"env_vars": threads(settings)}
   task = ray.remote(max_retries=3, runtime_env=environment)(_remote)
-  payload = plan.as_dict(settings)
+  payload = settings.to_json()
   # One spare task per CPU keeps nodes busy without flooding the cluster.
   limit = 2 * max(1, int(ray.cluster_resources().get("CPU", 1)))
-  waiting, running = list(pending)[::-1], []
+  waiting, running = list(pending)[::-1], {}
   while waiting or running:
     while waiting and len(running) < limit:
-      running.append(task.remote(tuple(waiting.pop()), payload))
-    ready, running = ray.wait(running, num_returns=1)
-    events, cell_id, packed = ray.get(ready[0])
-    if packed is not None:
-      folder.write_atomic(path / "weights" / f"{cell_id}.npz", packed)
-    for event in events:
-      sink(event)
+      cell = waiting.pop()
+      running[task.remote(tuple(cell), payload)] = cell
+    ready, _ = ray.wait(list(running), num_returns=1)
+    store_remote(running.pop(ready[0]), ray.get(ready[0]), path, emit)
 
 
-def _remote(
-  cell: tuple, payload: dict
-) -> tuple[list[Event], str, bytes | None]:
-  """Compute one cell on a node; module-level, so that Ray can ship it."""
-  settings = plan.from_dict(payload)
-  found = plan.Cell(*cell)
-  events: list[Event] = []
-  stretch = lambda record: events.append({"event": "stretch", "record": record})
+def store_remote(
+  cell: Cell, result: Any, path: pathlib.Path, emit: Emit
+) -> None:
+  """Store what a node returned for a cell, once it is checked.
+
+  Args:
+    cell: that the node was given: names the file, whatever came back.
+    result: (events as JSON, bytes of the weights or None).
+    path: the run folder.
+    emit: receives the events.
+  """
+  sent, packed = result
   try:
-    outcome = cells.run_cell(found, settings, stretch)
+    events = [event_from_json(event, f"Ray, {cell.id}") for event in sent]
+  except SchemaError as error:
+    raise RunFolderError(f"{error}; do all nodes run this version?") from error
+  for event in events:
+    check_sender(event, cell, "a Ray node")
+  if packed is not None:
+    files.write_atomic(path / "weights" / f"{cell.id}.npz", packed)
+  for event in events:
+    emit(event)
+
+
+def _remote(cell: tuple, payload: dict) -> tuple[list[dict], bytes | None]:
+  """Compute one cell on a node; module-level, so that Ray can ship it."""
+  settings.import_modules(payload.get("imports", ()))
+  chosen = settings.from_json(payload)
+  events: list[dict] = []
+  emit = lambda event: events.append(event_to_json(event))
+  try:
+    outcome = cell_run.run_cell(Cell(*cell), chosen, emit)
   except Exception as error:
-    record = failure(found, error)
-    return [*events, {"event": "done", "record": record}], found.id, None
-  events.append({"event": "done", "record": outcome.record})
-  return events, found.id, folder.pack_arrays(outcome.arrays)
+    emit(failure(Cell(*cell), error))
+    return events, None
+  emit(outcome.record)
+  return events, files.pack_arrays(outcome.arrays)

@@ -8,51 +8,59 @@ masked network runs as the dense one does, and takes as long.
 import pathlib
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 import jaxpruner
-from jaxpruner.compare import cell as cells
-from jaxpruner.compare import folder, plan
-from jaxpruner.inspect import cost as report
+from jaxpruner.compare import cell_run, files
+from jaxpruner.compare.cells import DENSE, Cell
+from jaxpruner.compare.records import Latency
+from jaxpruner.compare.settings import ComparisonSettings
+from jaxpruner.inspect import cost
 
 
 def measure_all(
   path: pathlib.Path,
-  settings: plan.Settings,
-  pending: list[plan.Cell],
-  each: Callable[[dict[str, Any]], None],
+  settings: ComparisonSettings,
+  pending: list[Cell],
+  emit: Callable[[Latency], None],
 ) -> None:
-  """Measure the given cells against the dense one; skip what is missing."""
-  dense_file = path / "weights" / "dense.npz"
+  """Measure cells against the dense one; skip what has no weights.
+
+  Args:
+    path: the run folder.
+    settings: the comparison.
+    pending: which cells.
+    emit: receives each measurement.
+  """
+  dense_file = path / "weights" / f"{DENSE.id}.npz"
   if not dense_file.exists():
     return
-  dense = _runner(plan.Cell("dense", 0.0), settings, dense_file)
+  dense = _runner(DENSE, settings, dense_file)
   for cell in pending:
     file = path / "weights" / f"{cell.id}.npz"
     if not file.exists():
       continue
-    record: dict[str, Any] = {"cell": cell.id}
-    if cell.algorithm == "dense":
-      each({**record, "ratio": 1.0, "path": "dense"})
+    if cell == DENSE:
+      emit(Latency(cell.id, 1.0, "dense"))
       continue
     runner = _runner(cell, settings, file)
     ratio, seconds = ratio_of(runner.call, dense.call)
-    each({**record, "ratio": ratio, "seconds": seconds, "path": runner.path})
+    emit(Latency(cell.id, ratio, runner.path, seconds))
 
 
-class _Runner:
-  def __init__(self, call: Callable[[], Any], path: str):
-    self.call, self.path = call, path
+class _Runner(NamedTuple):
+  call: Callable[[], Any]
+  path: str
 
 
 def _runner(cell, settings, file) -> _Runner:
-  task = cells.cell_task(cell, settings)
-  data = cells.load_data(settings.task, settings.data)
+  task = cell_run.cell_task(cell, settings)
+  data = cell_run.load_data(settings.task, settings.data)
   inputs = task.example(data)
-  arrays = folder.unpack_arrays(file)
+  arrays = files.unpack_arrays(file)
   shapes = jax.eval_shape(task.init, jax.random.key(0))
   params = _fill(shapes, arrays, "param")
   masks = _fill(shapes, arrays, "mask")
@@ -65,7 +73,7 @@ def _runner(cell, settings, file) -> _Runner:
 
 def _fill(shapes: Any, arrays: dict[str, np.ndarray], prefix: str) -> Any:
   def leaf(path, _):
-    found = arrays.get(f"{prefix}:{report.path_name(path)}")
+    found = arrays.get(f"{prefix}:{cost.path_name(path)}")
     return None if found is None else jax.numpy.asarray(found)
 
   return jax.tree_util.tree_map_with_path(leaf, shapes)

@@ -1,25 +1,27 @@
 """The picture of a comparison: the metric of each algorithm, with intervals."""
 
+import itertools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import matplotlib.pyplot as plt
 
 from jaxpruner import plot
-from jaxpruner.compare import plan
-from jaxpruner.compare.table import Row
+from jaxpruner.compare import cells, tasks
+from jaxpruner.compare.columns import percent
+from jaxpruner.compare.table import TableRow
 
 CROWD = 8  # curves in one panel that can still be told apart
 
 
-def algorithms(table: Sequence[Row]) -> list[str]:
+def algorithms(table: Sequence[TableRow]) -> list[str]:
   """Return the algorithms of some rows in order, baselines apart."""
   names = dict.fromkeys(row.algorithm for row in table)
-  return [name for name in names if name not in plan.BASELINES]
+  return [name for name in names if name not in cells.BASELINES]
 
 
-def draw_metric(table: Sequence[Row]) -> Any:
+def draw_metric(table: Sequence[TableRow]) -> Any:
   """Metric with 95 % intervals: against sparsity, one panel per category.
 
   Where there is one sparsity only, or so many algorithms in a category that
@@ -28,7 +30,7 @@ def draw_metric(table: Sequence[Row]) -> Any:
   """
   table = [row for row in table if row.metric is not None]
   groups = [g for g in dict.fromkeys(r.group for r in table)]
-  groups = [g for g in groups if g != plan.group("dense").title]
+  groups = [g for g in groups if g != cells.group("dense").title]
   if not groups:
     return None
   members = {g: algorithms([r for r in table if r.group == g]) for g in groups}
@@ -45,26 +47,25 @@ def draw_metric(table: Sequence[Row]) -> Any:
   return figure
 
 
-def _metric_label(table: Sequence[Row]) -> str:
+def _metric_label(table: Sequence[TableRow]) -> str:
   unit = _task(table[0].task).unit
   name = table[0].metric_name
   return plot.plain(f"{name} ({unit})" if unit else name)
 
 
-def _draw_list(table: Sequence[Row], members: dict[str, list[str]]) -> Any:
+class _Line(NamedTuple):
+  """A line of the list: a category's title, or an algorithm."""
+
+  text: str
+  algorithm: str | None
+  colour: str
+
+
+def _draw_list(table: Sequence[TableRow], members: dict[str, list[str]]) -> Any:
   """One line per algorithm, best of its category first at the top sparsity."""
   levels = sorted({row.sparsity for row in table if row.sparsity})
   found = {(r.algorithm, r.sparsity): r for r in table}
-  best = -1 if _task(table[0].task).higher_is_better else 1
-
-  def order(name):
-    row = found.get((name, levels[-1]))
-    return best * row.metric.mean if row and row.metric else math.inf
-
-  lines: list[tuple[str, str | None]] = []
-  for group, names in members.items():
-    lines.append((group.partition(": ")[0], None))
-    lines += [(name, name) for name in sorted(names, key=order)]
+  lines = _lines(table, members, levels[-1])
   figure, axes = plt.subplots(
     1,
     len(levels),
@@ -73,98 +74,99 @@ def _draw_list(table: Sequence[Row], members: dict[str, list[str]]) -> Any:
     squeeze=False,
     layout="constrained",
   )
-  colours = dict(zip(members, plot.COLOURS, strict=False))
-  group_of = {n: g for g, names in members.items() for n in names}
-  dense = next((r for r in table if r.algorithm == "dense"), None)
   for axis, level in zip(axes[0], levels, strict=True):
-    for row, style in (
-      (dense, {"color": "black", "label": "dense"}),
-      (
-        found.get(("small_dense", level)),
-        {"color": "#777777", "ls": "--", "label": "small dense"},
-      ),
-    ):
-      if row and row.metric:
-        axis.axvline(row.metric.mean, lw=1, **style)
-        if not math.isnan(row.metric.low):
-          shade = {"color": style["color"], "alpha": 0.08, "lw": 0}
-          axis.axvspan(row.metric.low, row.metric.high, **shade)
-    for y, (_, name) in enumerate(lines):
-      row = found.get((name, level)) if name else None
-      if row is None or row.metric is None:
-        continue
-      m, colour = row.metric, colours[group_of[row.algorithm]]
-      if not math.isnan(m.low):
-        axis.plot([m.low, m.high], [y, y], color=colour, lw=1.1)
-      axis.plot([m.mean], [y], "o", color=colour, ms=4)
-    axis.set_title(f"{100 * level:g} % of weights removed")
+    _mark(axis.axvline, axis.axvspan, _dense(table), "black", "-", "dense")
+    small = found.get(("small_dense", level))
+    _mark(axis.axvline, axis.axvspan, small, "#777777", "--", "small dense")
+    for y, line in enumerate(lines):
+      row = found.get((line.algorithm or "", level))
+      if row is not None:
+        _draw_interval(axis, y, row.metric, line.colour)
+    axis.set_title(f"{percent(level)} of weights removed")
     axis.set_xlabel(_metric_label(table))
     # Wide intervals of what failed must not squeeze the rest.
     means = [r.metric.mean for r in table if r.metric and r.sparsity == level]
     margin = 0.06 * (max(means) - min(means) or 1.0)
     axis.set_xlim(min(means) - margin, max(means) + margin)
     axis.legend(loc="best", handlelength=1.6, borderaxespad=0.2)
-  first = axes[0][0]
-  first.set_yticks(range(len(lines)), [plot.plain(t) for t, _ in lines])
-  first.set_ylim(len(lines) - 0.5, -0.5)
-  for label, (_, name) in zip(first.get_yticklabels(), lines, strict=True):
-    if name is None:
-      label.set_fontweight("bold")
-    else:
-      label.set_color(colours[group_of[name]])
+  _name_lines(axes[0][0], lines)
   return figure
 
 
-def _draw_panels(table: Sequence[Row], members: dict[str, list[str]]) -> Any:
+def _lines(
+  table: Sequence[TableRow], members: dict[str, list[str]], level: float
+) -> list[_Line]:
+  """Return the lines of the list, from top to bottom."""
+  means = {
+    r.algorithm: r.metric.mean
+    for r in table
+    if r.metric and r.sparsity == level
+  }
+  sign = -1 if _task(table[0].task).higher_is_better else 1
+  order = lambda name: sign * means[name] if name in means else math.inf
+  colours = itertools.cycle(plot.COLOURS)
+  lines = []
+  for (group, names), colour in zip(members.items(), colours, strict=False):
+    lines.append(_Line(group.partition(": ")[0], None, "black"))
+    lines += [_Line(n, n, colour) for n in sorted(names, key=order)]
+  return lines
+
+
+def _name_lines(axis: Any, lines: Sequence[_Line]) -> None:
+  axis.set_yticks(range(len(lines)), [plot.plain(line.text) for line in lines])
+  axis.set_ylim(len(lines) - 0.5, -0.5)
+  for label, line in zip(axis.get_yticklabels(), lines, strict=True):
+    label.set_color(line.colour)
+    if line.algorithm is None:
+      label.set_fontweight("bold")
+
+
+def _draw_interval(axis: Any, y: int, metric: Any, colour: str) -> None:
+  if not math.isnan(metric.low):
+    axis.plot([metric.low, metric.high], [y, y], color=colour, lw=1.1)
+  axis.plot([metric.mean], [y], "o", color=colour, ms=4)
+
+
+def _dense(table: Sequence[TableRow]) -> TableRow | None:
+  return next((r for r in table if r.algorithm == "dense"), None)
+
+
+def _mark(line: Any, span: Any, row: TableRow | None, colour, ls, label):
+  """Draw a baseline's mean as a line, its interval as a band."""
+  if row is None or row.metric is None:
+    return
+  line(row.metric.mean, lw=1, color=colour, ls=ls, label=label)
+  if not math.isnan(row.metric.low):
+    span(row.metric.low, row.metric.high, color=colour, alpha=0.08, lw=0)
+
+
+def _draw_panels(
+  table: Sequence[TableRow], members: dict[str, list[str]]
+) -> Any:
   """Metric against sparsity, one panel per category."""
-  groups = list(members)
   levels = sorted({row.sparsity for row in table})
   figure, axes = plt.subplots(
     1,
-    len(groups),
-    figsize=(1.2 + 3.3 * len(groups), 3.6),
+    len(members),
+    figsize=(1.2 + 3.3 * len(members), 3.6),
     sharey=True,
     squeeze=False,
     layout="constrained",
   )
   look = plot.look(algorithms(table))
-  dense = next((r for r in table if r.algorithm == "dense"), None)
-  small = {r.sparsity: r for r in table if r.algorithm == "small_dense"}
-  for axis, group in zip(axes[0], groups, strict=True):
-    if dense and dense.metric:
-      axis.axhline(dense.metric.mean, color="black", lw=1, label="dense")
-      if not math.isnan(dense.metric.low):
-        axis.axhspan(
-          dense.metric.low, dense.metric.high, color="black", alpha=0.08, lw=0
-        )
-    if small:
-      _errorbar(
-        axis,
-        levels,
-        [small.get(s) for s in levels],
-        0.0,
-        color="#777777",
-        marker="_",
-        ls="--",
-        label="small dense",
-      )
-    names = members[group]
+  for axis, (group, names) in zip(axes[0], members.items(), strict=True):
+    _mark(axis.axhline, axis.axhspan, _dense(table), "black", "-", "dense")
+    grey = {"color": "#777777", "marker": "_", "ls": "--"}
+    points = _points(table, "small_dense", levels)
+    _errorbar(axis, points, 0.0, label="small dense", **grey)
     width = 0.5 / max(1, len(names))
     for i, name in enumerate(names):
-      points = {r.sparsity: r for r in table if r.algorithm == name}
       offset = (i - (len(names) - 1) / 2) * width
-      _errorbar(
-        axis,
-        levels,
-        [points.get(s) for s in levels],
-        offset,
-        ls="-",
-        label=name,
-        **look[name],
-      )
+      points = _points(table, name, levels)
+      _errorbar(axis, points, offset, ls="-", label=name, **look[name])
     head, _, tail = group.partition(": ")
     axis.set_title(plot.plain(f"{head}\n{tail}" if tail else f"{head}\n"))
-    axis.set_xticks(range(len(levels)), [f"{100 * s:g} %" for s in levels])
+    axis.set_xticks(range(len(levels)), [percent(s) for s in levels])
     axis.set_xlim(-0.5, len(levels) - 0.5)
     axis.set_xlabel("weights removed")
     axis.grid(axis="x", visible=False)
@@ -173,21 +175,27 @@ def _draw_panels(table: Sequence[Row], members: dict[str, list[str]]) -> Any:
   return figure
 
 
+def _points(
+  table: Sequence[TableRow], name: str, levels: Sequence[float]
+) -> list[TableRow | None]:
+  """Return an algorithm's row at each sparsity."""
+  found = {r.sparsity: r for r in table if r.algorithm == name}
+  return [found.get(level) for level in levels]
+
+
 def _task(name: str) -> Any:
   """Return the task's class; what all tasks share for one not known here."""
-  from jaxpruner.compare import tasks
-
   return tasks.task_class(name) if name in tasks.TASKS else tasks.Task
 
 
-def _errorbar(axis, levels, points, offset, **look) -> None:
+def _errorbar(axis: Any, points: Sequence[TableRow | None], offset, **look):
   found = [
     (i + offset, p.metric)
-    for i, p in zip(range(len(levels)), points, strict=True)
+    for i, p in enumerate(points)
     if p is not None and p.metric is not None
   ]
   if not found:
     return
-  x, points = zip(*found, strict=True)
-  columns = [[getattr(m, k) for m in points] for k in ("mean", "low", "high")]
+  x, metrics = zip(*found, strict=True)
+  columns = [[getattr(m, k) for m in metrics] for k in ("mean", "low", "high")]
   plot.errorbar(axis, x, *columns, **look)

@@ -4,10 +4,11 @@ import html
 import json
 import pathlib
 from collections.abc import Sequence
-from typing import Any
 
 from jaxpruner import plot
-from jaxpruner.compare import folder, pictures, table
+from jaxpruner.compare import columns, files, pictures, run_folder, table
+from jaxpruner.compare.run_folder import RunInfo
+from jaxpruner.compare.table import TableRow
 
 _CSS = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #1b1b1b; margin: 2rem auto;
@@ -56,71 +57,71 @@ measured; everything else is the same when the command runs again.
 """
 
 
-def write_report(paths: Sequence[str], out: str) -> list[table.Row]:
-  """Write report.html and the pictures into `out`; return the rows.
+def write_report(paths: Sequence[str], out: str) -> list[TableRow]:
+  """Write report.html and the pictures.
 
   Args:
     paths: run folders; several are shown one after another.
     out: an existing or new folder.
+
+  Returns:
+    the rows of all runs.
   """
-  everything: list[table.Row] = []
+  everything: list[TableRow] = []
   sections = []
   target = pathlib.Path(out)
   for path in paths:
-    run = folder.read_run(path)
+    info = run_folder.read_run(path)
     rows = table.rows(path)
-    figures = pictures.draw_all(rows, folder.read_steps(path))
     everything += rows
-    prefix = "" if len(paths) == 1 else f"{run['settings']['task']}-"
+    prefix = "" if len(paths) == 1 else f"{rows[0].task}-"
+    figures = pictures.draw_all(rows, run_folder.read_steps(path))
     inline = {}
     for name, figure in figures.items():
       salt = f"{path}/{name}"
       for kind in ("png", "svg"):
         content = plot.render(figure, kind, salt)
-        folder.write_atomic(target / f"{prefix}{name}.{kind}", content)
+        files.write_atomic(target / f"{prefix}{name}.{kind}", content)
         inline[name] = content.decode() if kind == "svg" else ""
       pictures.plt.close(figure)
-    sections.append(_section(run, rows, inline))
-  title = "jaxpruner compare"
+    sections.append(_section(info, rows, inline))
   page = (
     "<!doctype html><html lang='en'><head><meta charset='utf-8'>"
     "<meta name='viewport' content='width=device-width'>"
-    f"<title>{title}</title><style>{_CSS}</style></head><body>"
+    f"<title>jaxpruner compare</title><style>{_CSS}</style></head><body>"
     + "".join(sections)
     + f"<h2>Protocol</h2><p style='max-width:75ch'>{html.escape(_PROTOCOL)}</p>"
     "</body></html>\n"
   )
-  folder.write_atomic(target / "report.html", page.encode())
+  files.write_atomic(target / "report.html", page.encode())
   return everything
 
 
-def _section(run: dict[str, Any], rows, inline: dict[str, str]) -> str:
-  settings = run["settings"]
-  facts = {key: run[key] for key in run if key != "settings"}
+def _section(
+  info: RunInfo, rows: Sequence[TableRow], inline: dict[str, str]
+) -> str:
+  escape = lambda value: html.escape(str(value))
+  versions = info.versions
   parts = [
-    f"<h1>{html.escape(settings['task'])}: sparse training compared</h1>",
-    f"<p class='meta'>{settings['seeds']} seeds; "
-    f"{html.escape(run.get('device', ''))}; jaxpruner "
-    f"{html.escape(run['versions'].get('jaxpruner', ''))}, jax "
-    f"{html.escape(run['versions'].get('jax', ''))}; started "
-    f"{html.escape(run.get('started', ''))}<br>"
-    f"<code>{html.escape(run.get('command', ''))}</code></p>",
+    f"<h1>{escape(rows[0].task)}: sparse training compared</h1>",
+    f"<p class='meta'>{escape(info.settings.get('seeds', ''))} seeds; "
+    f"{escape(info.device)}; jaxpruner "
+    f"{escape(versions.get('jaxpruner', ''))}, jax "
+    f"{escape(versions.get('jax', ''))}; started {escape(info.started)}<br>"
+    f"<code>{escape(info.command)}</code></p>",
   ]
   order = ("metric", "layers", "masks", "loss")
   figures = {
     name: _figure(name, inline[name]) for name in order if name in inline
   }
   parts.append(figures.pop("metric", ""))
-  shown = table.used_columns(rows)
-  for title, block in table.blocks(rows):
-    parts.append(f"<h2>{html.escape(title)}</h2>")
+  shown = columns.used(rows)
+  for block in columns.blocks(rows):
+    parts.append(f"<h2>{escape(block.title)}</h2>")
     parts.append(_html_table(block, shown))
   parts += figures.values()
-  parts.append("<h2>Settings</h2><pre>")
-  parts.append(
-    html.escape(json.dumps({"settings": settings, **facts}, indent=2))
-  )
-  parts.append("</pre>")
+  everything = json.dumps(info.to_json(), indent=2)
+  parts.append(f"<h2>Settings</h2><pre>{escape(everything)}</pre>")
   return "".join(parts)
 
 
@@ -131,27 +132,22 @@ def _figure(name: str, svg: str) -> str:
   return f"<figure>{body}<figcaption>{caption}</figcaption></figure>"
 
 
-def _html_table(block: Sequence[table.Row], shown: Sequence[int]) -> str:
-  names: list[str] = list(table.COLUMNS)
-  names[1] = block[0].metric_name
-  head = "".join(f"<th>{html.escape(names[i])}</th>" for i in shown)
+def _html_table(block: columns.Block, shown: Sequence[columns.Column]) -> str:
+  head = "".join(f"<th>{html.escape(name)}</th>" for name in block.names(shown))
   lines = [f"<div class='scroll'><table><thead><tr>{head}</tr></thead><tbody>"]
-  group = None
-  for row in block:
-    if row.group != group:
-      group = row.group
-      lines.append(
-        f"<tr class='group'><td colspan='{len(shown)}'>"
-        f"{html.escape(group)}</td></tr>"
-      )
-    texts = [html.escape(text) for text in table.spelled(row)]
-    if row.metric is None:
-      lines.append(
-        f"<tr><td>{texts[0]}</td><td class='failed' "
-        f"colspan='{len(shown) - 1}'>{texts[1]}</td></tr>"
-      )
-    else:
-      cells = "".join(f"<td>{texts[i]}</td>" for i in shown)
+  for group, rows in block.groups():
+    lines.append(
+      f"<tr class='group'><td colspan='{len(shown)}'>"
+      f"{html.escape(group)}</td></tr>"
+    )
+    for row in rows:
+      texts = [html.escape(text) for text in columns.cells_as_text(row, shown)]
+      cells = "".join(f"<td>{text}</td>" for text in texts)
+      if row.metric is None:
+        cells = (
+          f"<td>{texts[0]}</td><td class='failed' "
+          f"colspan='{len(shown) - 1}'>{texts[1]}</td>"
+        )
       lines.append(f"<tr>{cells}</tr>")
   lines.append("</tbody></table></div>")
   return "".join(lines)

@@ -12,13 +12,16 @@ import numpy as np
 from matplotlib import ticker
 
 from jaxpruner import plot
-from jaxpruner.compare import metric_picture, plan
-from jaxpruner.compare.table import Row
+from jaxpruner.compare import metric_picture
+from jaxpruner.compare.cells import DENSE, Cell
+from jaxpruner.compare.columns import percent
+from jaxpruner.compare.records import Chunk
+from jaxpruner.compare.table import TableRow
 
-Steps = dict[str, list[dict[str, Any]]]
+Steps = dict[str, list[Chunk]]
 
 
-def draw_all(table: Sequence[Row], steps: Steps) -> dict[str, Any]:
+def draw_all(table: Sequence[TableRow], steps: Steps) -> dict[str, Any]:
   """Return name -> figure for everything the rows and steps allow."""
   with plt.rc_context(plot.STYLE):
     figures = {
@@ -30,14 +33,14 @@ def draw_all(table: Sequence[Row], steps: Steps) -> dict[str, Any]:
   return {name: figure for name, figure in figures.items() if figure}
 
 
-def draw_layers(table: Sequence[Row], steps: Steps) -> Any:
+def draw_layers(table: Sequence[TableRow], steps: Steps) -> Any:
   """Sparsity of each layer at the end, one line of cells per algorithm."""
   lines = []
   for row in table:
-    stretches = steps.get(_cell(row))
-    if stretches and stretches[-1]["density"]:
-      label = f"{row.algorithm}, {100 * row.sparsity:g} %"
-      lines.append((label, stretches[-1]["density"]))
+    chunks = steps.get(_cell(row))
+    if chunks and chunks[-1].density:
+      label = f"{row.algorithm}, {percent(row.sparsity)}"
+      lines.append((label, chunks[-1].density))
   names = sorted({name for _, density in lines for name in density})
   if not names:
     return None
@@ -62,23 +65,20 @@ def draw_layers(table: Sequence[Row], steps: Steps) -> Any:
   )
   axis.set_yticks(range(len(lines)), [plot.plain(label) for label, _ in lines])
   if len(names) <= 12:
-    for i, j in np.ndindex(*grid.shape):
-      tone = "white" if grid[i, j] < 60 else "black"
-      axis.text(
-        j,
-        i,
-        f"{grid[i, j]:.0f}",
-        ha="center",
-        va="center",
-        color=tone,
-        fontsize=7,
-      )
+    _write_numbers(axis, grid)
   figure.colorbar(image, ax=axis, label="sparsity (%)", shrink=0.8)
   axis.set_title("Sparsity per layer after training (mean over seeds)")
   return figure
 
 
-def draw_masks(table: Sequence[Row], steps: Steps) -> Any:
+def _write_numbers(axis: Any, grid: np.ndarray) -> None:
+  style = {"ha": "center", "va": "center", "fontsize": 7}
+  for i, j in np.ndindex(*grid.shape):
+    tone = "white" if grid[i, j] < 60 else "black"
+    axis.text(j, i, f"{grid[i, j]:.0f}", color=tone, **style)
+
+
+def draw_masks(table: Sequence[TableRow], steps: Steps) -> Any:
   """Mask churn and exploration over training, one row per sparsity."""
   return _curves(
     table,
@@ -91,16 +91,14 @@ def draw_masks(table: Sequence[Row], steps: Steps) -> Any:
   )
 
 
-def draw_loss(table: Sequence[Row], steps: Steps) -> Any:
-  """Training loss, averaged over each stretch of steps and over seeds."""
+def draw_loss(table: Sequence[TableRow], steps: Steps) -> Any:
+  """Training loss, averaged over each chunk of steps and over seeds."""
   return _curves(table, steps, (("loss", "training loss"),), "Training loss")
 
 
 def _curves(table, steps, columns, title) -> Any:
+  """Draw quantities over training: a panel per sparsity and quantity."""
   levels = sorted({row.sparsity for row in table})
-  look = plot.look(metric_picture.algorithms(table))
-  look["dense"] = {"color": "black", "marker": None}
-  look["small_dense"] = {"color": "#777777", "marker": None}
   # Losses run side by side; pairs of curves one pair per line.
   tall = len(columns) > 1
   shape = (len(levels), len(columns)) if tall else (1, len(levels))
@@ -112,33 +110,21 @@ def _curves(table, steps, columns, title) -> Any:
     sharey="col" if tall else "row",
     layout="constrained",
   )
+  look = plot.look(metric_picture.algorithms(table))
+  look["dense"] = {"color": "black", "marker": None}
+  look["small_dense"] = {"color": "#777777", "marker": None}
   drawn = {}
   for i, level in enumerate(levels):
+    rows = [row for row in table if row.sparsity == level]
     for j, (key, label) in enumerate(columns):
       axis = axes[i][j] if tall else axes[0][i]
-      for row in (r for r in table if r.sparsity == level):
-        stretches = steps.get(_cell(row))
-        if not stretches or (key != "loss" and not stretches[-1]["density"]):
-          continue
-        x = [s["start"] + s["count"] for s in stretches]
-        values = [np.array(s[key], float) for s in stretches]
-        mean = np.array([np.mean(v) for v in values])
-        scale = 1 if key == "loss" else 100
-        style = look[row.algorithm]
-        (line,) = axis.plot(x, scale * mean, lw=1.2, ms=3, markevery=4, **style)
-        drawn[row.algorithm] = line
-      axis.set_title(f"{100 * level:g} % sparse")
+      drawn |= _draw_curves(axis, rows, steps, key, look)
+      axis.set_title(f"{percent(level)} sparse")
       axis.set_xlabel("training step" if i == shape[0] - 1 or not tall else "")
       if tall or i == 0:
         axis.set_ylabel(label)
       if key == "loss" and drawn:
-        axis.set_yscale("log")
-        for part in (
-          axis.yaxis.set_major_formatter,
-          axis.yaxis.set_minor_formatter,
-        ):
-          part(ticker.FormatStrFormatter("%g"))
-        axis.yaxis.set_minor_locator(ticker.LogLocator(subs=(2, 5)))
+        _log_scale(axis)
   if not drawn:
     plt.close(figure)
     return None
@@ -152,6 +138,32 @@ def _curves(table, steps, columns, title) -> Any:
   return figure
 
 
-def _cell(row: Row) -> str:
-  sparsity = 0.0 if row.algorithm == "dense" else row.sparsity
-  return plan.Cell(row.algorithm, sparsity).id
+def _draw_curves(axis, rows, steps: Steps, key, look) -> dict[str, Any]:
+  """Draw one quantity of the rows; return algorithm -> line."""
+  drawn = {}
+  scale = 1 if key == "loss" else 100
+  for row in rows:
+    chunks = steps.get(_cell(row))
+    if not chunks or (key != "loss" and not chunks[-1].density):
+      continue
+    x = [chunk.start + chunk.count for chunk in chunks]
+    # A number that was not finite is stored as None, and read as NaN.
+    mean = [np.mean(np.array(getattr(chunk, key), float)) for chunk in chunks]
+    style = look[row.algorithm]
+    (line,) = axis.plot(
+      x, scale * np.array(mean), lw=1.2, ms=3, markevery=4, **style
+    )
+    drawn[row.algorithm] = line
+  return drawn
+
+
+def _log_scale(axis: Any) -> None:
+  axis.set_yscale("log")
+  axis.yaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))
+  axis.yaxis.set_minor_formatter(ticker.FormatStrFormatter("%g"))
+  axis.yaxis.set_minor_locator(ticker.LogLocator(subs=(2, 5)))
+
+
+def _cell(row: TableRow) -> str:
+  dense = row.algorithm == DENSE.algorithm
+  return DENSE.id if dense else Cell(row.algorithm, row.sparsity).id

@@ -11,6 +11,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   parser.add_argument(
     "--out", help="where report.html goes (default: the first run folder)"
   )
+  parser.add_argument(
+    "--import",
+    dest="imports",
+    action="append",
+    metavar="MODULE",
+    help="import a module of yours; what a run names is never imported",
+  )
   for name in ("json", "csv", "latex", "markdown"):
     parser.add_argument(
       f"--{name}",
@@ -23,16 +30,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
   """Write report.html and the pictures, or export the table."""
-  from jaxpruner.compare import folder, page, table, terminal
+  from jaxpruner.compare import exports, files, page, table, terminal
+  from jaxpruner.compare.settings import import_modules
 
-  exports = {
-    "json": table.to_json,
-    "csv": table.to_csv,
-    "latex": table.to_latex,
-    "markdown": table.to_markdown,
+  writers = {
+    "json": exports.to_json,
+    "csv": exports.to_csv,
+    "latex": exports.to_latex,
+    "markdown": exports.to_markdown,
   }
-  chosen = {name: getattr(args, name) for name in exports}
+  chosen = {name: getattr(args, name) for name in writers}
   try:
+    for name, value in {"out": args.out, **chosen}.items():
+      if value == "":
+        raise ValueError(f"--{name} '': is empty; give a path")
+    import_modules(args.imports or ())
     if not any(chosen.values()):
       out = args.out or args.runs[0]
       terminal.print_table(page.write_report(args.runs, out))
@@ -41,10 +53,10 @@ def run(args: argparse.Namespace) -> int:
     rows = [row for path in args.runs for row in table.rows(path)]
     for name, target in chosen.items():
       if target == "-":
-        sys.stdout.write(exports[name](rows))
+        sys.stdout.write(writers[name](rows))
       elif target:
-        folder.write_atomic(pathlib.Path(target), exports[name](rows).encode())
-  except (folder.FolderError, ValueError) as error:
+        files.write_atomic(pathlib.Path(target), writers[name](rows).encode())
+  except (files.RunFolderError, ValueError) as error:
     print(f"jaxpruner report: {error}", file=sys.stderr)
     return 1
   return 0

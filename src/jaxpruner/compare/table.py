@@ -1,20 +1,17 @@
-"""The table: records of finished cells turned into rows, and exported."""
+"""The table: records of finished cells turned into rows."""
 
-import csv
 import dataclasses
-import io
-import json
 import math
-import pathlib
-from collections.abc import Sequence
 from typing import Any
 
-from jaxpruner.compare import folder, plan, statistics, tasks
+from jaxpruner.compare import run_folder, statistics, tasks
+from jaxpruner.compare.cells import DENSE, Cell
+from jaxpruner.compare.records import Failure, Record
 from jaxpruner.compare.statistics import Estimate
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class TableRow:
   """One algorithm at one sparsity. Ratios are relative to the dense network.
 
   `latency` and `seconds` are measured times: the only columns that differ
@@ -41,93 +38,99 @@ class Row:
   collapsed: str = ""  # leaves that lost every weight
 
 
-TIMES = ("latency", "seconds")
-
-
-def rows(path: str, times: bool = True) -> list[Row]:
+def rows(path: str, times: bool = True) -> list[TableRow]:
   """Return the rows of a run folder: by sparsity, then by category.
+
+  Nothing that the folder names is imported: algorithms, categories and the
+  metric are in its run.json.
 
   Args:
     path: the run folder.
     times: whether to fill the columns that hold measured times.
   """
-  run = folder.read_run(path)
-  settings = plan.from_dict(run["settings"])
+  info = run_folder.read_run(path)
+  settings = run_folder.settings_of(info, path)
   task = tasks.task_class(settings.task)
-  results = folder.read_results(path)
-  latency = {
-    record["cell"]: record["ratio"]
-    for record in folder.read_lines(pathlib.Path(path) / "latency.jsonl")
-  }
+  metric = info.metric or task.metric
+  results = run_folder.read_results(path)
+  latency = run_folder.read_latency(path)
+  grouped = run_folder.grouped_cells(info, path)
+  dense = results.get(DENSE.id)
   found = []
-  for sparsity in settings.sparsity:
-    cells = [plan.Cell("dense", 0.0)]
-    cells += [c for c in plan.cells(settings) if c.sparsity == sparsity]
-    cells.sort(key=lambda c: plan.group(c.algorithm).order)
-    for cell in cells:
+  for sparsity in dict.fromkeys(settings.sparsity):
+    block = [c for c in grouped if c[0] == DENSE or c[0].sparsity == sparsity]
+    for cell, group in sorted(block, key=lambda item: item[1].order):
+      head = TableRow(
+        settings.task, sparsity, group.title, cell.algorithm, metric
+      )
       record = results.get(cell.id)
-      if record is None:
-        record = {"problem": "not finished"}
-      row = _row(task, sparsity, cell, record, results.get("dense", {}))
-      if times and not row.problem:
-        row = dataclasses.replace(
-          row, latency=latency.get(cell.id), seconds=record["seconds"]
-        )
+      row = _filled(head, cell, record, dense)
+      if times and isinstance(record, Record) and not row.problem:
+        ratio = latency[cell.id].ratio if cell.id in latency else None
+        row = dataclasses.replace(row, latency=ratio, seconds=record.seconds)
       found.append(row)
   return found
 
 
-def _row(task, sparsity, cell, record, dense) -> Row:
-  head = Row(
-    task.name,
-    sparsity,
-    plan.group(cell.algorithm).title,
-    cell.algorithm,
-    task.metric,
-    record["problem"],
-  )
-  if head.problem:
-    return head
-  metrics = record["metrics"]
-  values = metrics[task.metric]
+def _filled(
+  head: TableRow,
+  cell: Cell,
+  record: Record | Failure | None,
+  dense: Record | Failure | None,
+) -> TableRow:
+  """Return the row with the numbers of its record, or with its problem."""
+  if record is None:
+    return dataclasses.replace(head, problem="not finished")
+  if isinstance(record, Failure) or record.problem:
+    return dataclasses.replace(head, problem=record.problem)
+  values = _metric(record, head.metric_name)
+  if values is None:
+    problem = f"{head.metric_name} is missing or not finite in the record"
+    return dataclasses.replace(head, problem=problem)
+  theirs = None
+  if isinstance(dense, Record) and not dense.problem:
+    theirs = _metric(dense, head.metric_name)
   difference = None
-  if cell.algorithm != "dense" and not dense.get("problem", "missing"):
-    difference = statistics.paired_difference(
-      values, dense["metrics"][task.metric]
-    )
+  if cell != DENSE and theirs and len(theirs) == len(values):
+    difference = statistics.paired_difference(values, theirs)
 
   def optional(name: str) -> Estimate | None:
-    return statistics.estimate(metrics[name]) if name in metrics else None
+    found = _metric(record, name)
+    return statistics.estimate(found) if found else None
 
-  small = cell.algorithm == "small_dense" and "inference_flops" in dense
-  reference = dense if small else record
+  reference = record
+  if cell.algorithm == "small_dense" and isinstance(dense, Record):
+    reference = dense
+  share = lambda part, whole: part / whole if whole else None
+  realised = [value for value in record.realised if value is not None]
   return dataclasses.replace(
     head,
     metric=statistics.estimate(values),
     difference=difference,
-    realised=sum(record["realised"]) / len(record["realised"]),
-    training_flops=record["training_flops"] / reference["training_flops_dense"],
-    inference_flops=record["inference_flops"]
-    / reference["inference_flops_dense"],
-    bytes=record["bytes"],
-    weights=record["weights"],
+    realised=sum(realised) / len(realised) if realised else None,
+    training_flops=share(record.training_flops, reference.training_flops_dense),
+    inference_flops=share(
+      record.inference_flops, reference.inference_flops_dense
+    ),
+    bytes=record.bytes,
+    weights=record.weights,
     noise=optional("noise_accuracy"),
     ece=optional("ece"),
-    collapsed=" ".join(record.get("collapsed", ())),
+    collapsed=" ".join(record.collapsed),
   )
 
 
-HEADER: Sequence[str] = (
-  "task sparsity group algorithm metric mean std low high difference "
-  "difference_low difference_high realised training_flops inference_flops "
-  "bytes weights noise_accuracy ece latency seconds collapsed problem"
-).split()
+def _metric(record: Record, name: str) -> list[float] | None:
+  """Return a metric's number per seed; None if one is missing."""
+  found = record.metrics.get(name) or []
+  values = [value for value in found if value is not None]
+  return values if values and len(values) == len(found) else None
 
 
 _NOTHING = Estimate(math.nan, math.nan, math.nan, math.nan, 0)
 
 
-def flat(row: Row) -> dict[str, Any]:
+def flat(row: TableRow) -> dict[str, Any]:
   """Return a row as one level of plain values, None where there is none."""
   metric = row.metric or _NOTHING
   difference = row.difference or _NOTHING
@@ -158,160 +161,3 @@ def flat(row: Row) -> dict[str, Any]:
   }
   nothing = lambda v: isinstance(v, float) and math.isnan(v)
   return {key: None if nothing(v) else v for key, v in values.items()}
-
-
-def to_json(table: Sequence[Row]) -> str:
-  """Return the table as a JSON list of objects."""
-  return json.dumps([flat(row) for row in table], indent=2) + "\n"
-
-
-def to_csv(table: Sequence[Row]) -> str:
-  """Return the table as CSV; text that a spreadsheet would run is quoted."""
-  buffer = io.StringIO()
-  writer = csv.DictWriter(buffer, HEADER, lineterminator="\n")
-  writer.writeheader()
-  for row in table:
-    values = flat(row)
-    for key, value in values.items():
-      if isinstance(value, str) and value[:1] in "=+-@\t\r" and value:
-        values[key] = "'" + value
-    writer.writerow(values)
-  return buffer.getvalue()
-
-
-COLUMNS = (
-  "algorithm",
-  "metric",
-  "95 % interval",
-  "vs dense",
-  "sparsity",
-  "train FLOPs",
-  "infer FLOPs",
-  "kB",
-  "latency",
-  "noise",
-  "ECE",
-  "time",
-)
-
-
-def spelled(row: Row) -> list[str]:
-  """Return the cells of a row as text, in the order of `COLUMNS`."""
-  if row.metric is None:
-    return [row.algorithm, f"failed: {row.problem}", *[""] * 10]
-  m, d = row.metric, row.difference
-  spread = "" if math.isnan(m.std) else f" ± {m.std:.2f}"
-  interval = "" if math.isnan(m.low) else f"[{m.low:.2f}, {m.high:.2f}]"
-  against = ""
-  if d is not None:
-    against = f"{d.mean:+.2f}"
-    if not math.isnan(d.low):
-      against += f" [{d.low:+.2f}, {d.high:+.2f}]"
-  lost = f" (collapsed: {row.collapsed})" if row.collapsed else ""
-  return [
-    row.algorithm,
-    f"{m.mean:.2f}{spread}",
-    interval,
-    against,
-    f"{100 * row.realised:.2f} %{lost}" if row.realised else "–",
-    f"{row.training_flops:.2f}×",
-    f"{row.inference_flops:.2f}×",
-    f"{(row.bytes or 0) / 1000:,.0f}",
-    f"{row.latency:.2f}×" if row.latency is not None else "–",
-    f"{row.noise.mean:.1f}" if row.noise else "–",
-    f"{row.ece.mean:.1f}" if row.ece else "–",
-    f"{row.seconds:.0f} s" if row.seconds is not None else "–",
-  ]
-
-
-def used_columns(table: Sequence[Row]) -> list[int]:
-  """Return the indices of `COLUMNS` that some row has something in."""
-  texts = [spelled(row) for row in table if row.metric is not None]
-  return [
-    i
-    for i in range(len(COLUMNS))
-    if i < 2 or any(text[i] not in ("", "–") for text in texts)
-  ]
-
-
-def blocks(table: Sequence[Row]) -> list[tuple[str, list[Row]]]:
-  """Split the rows into (title, rows) by task and sparsity."""
-  found: dict[str, list[Row]] = {}
-  for row in table:
-    title = f"{row.task}, {100 * row.sparsity:g} % sparse"
-    found.setdefault(title, []).append(row)
-  return list(found.items())
-
-
-def to_latex(table: Sequence[Row]) -> str:
-  """Return booktabs tables, one per task and sparsity."""
-  lines = []
-  shown = used_columns(table)
-  for title, block in blocks(table):
-    names: list[str] = list(COLUMNS)
-    names[1] = block[0].metric_name
-    lines += [
-      f"% {_tex(title)}",
-      r"\begin{tabular}{l" + "r" * (len(shown) - 1) + "}",
-      r"\toprule",
-      " & ".join(_tex(names[i]) for i in shown) + r" \\",
-    ]
-    group = None
-    for row in block:
-      if row.group != group:
-        group = row.group
-        lines.append(r"\midrule")
-        lines.append(
-          rf"\multicolumn{{{len(shown)}}}{{l}}{{\emph{{{_tex(group)}}}}} \\"
-        )
-      texts = spelled(row)
-      if row.metric is None:
-        span = len(shown) - 1
-        cell = rf"\multicolumn{{{span}}}{{l}}{{{_tex(texts[1])}}}"
-        lines.append(f"{_tex(texts[0])} & {cell} \\\\")
-      else:
-        lines.append(" & ".join(_tex(texts[i]) for i in shown) + r" \\")
-    lines += [r"\bottomrule", r"\end{tabular}", ""]
-  return "\n".join(lines)
-
-
-_TEX = {
-  "\\": r"\textbackslash{}",
-  "&": r"\&",
-  "%": r"\%",
-  "$": r"\$",
-  "#": r"\#",
-  "_": r"\_",
-  "{": r"\{",
-  "}": r"\}",
-  "~": r"\textasciitilde{}",
-  "^": r"\textasciicircum{}",
-  "±": r"$\pm$",
-  "×": r"$\times$",
-  "–": "--",
-}
-
-
-def _tex(text: str) -> str:
-  return "".join(_TEX.get(character, character) for character in text)
-
-
-def to_markdown(table: Sequence[Row]) -> str:
-  """Return one Markdown table per task and sparsity."""
-  lines = []
-  shown = used_columns(table)
-  for title, block in blocks(table):
-    names: list[str] = list(COLUMNS)
-    names[1] = block[0].metric_name
-    lines += [f"**{title}**", ""]
-    lines.append("| " + " | ".join(names[i] for i in shown) + " |")
-    lines.append("|---" + "|---:" * (len(shown) - 1) + "|")
-    group = None
-    for row in block:
-      if row.group != group:
-        group = row.group
-        lines.append(f"| *{group}* |" + " |" * (len(shown) - 1))
-      texts = [text.replace("|", r"\|") for text in spelled(row)]
-      lines.append("| " + " | ".join(texts[i] for i in shown) + " |")
-    lines.append("")
-  return "\n".join(lines)

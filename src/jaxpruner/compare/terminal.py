@@ -1,12 +1,13 @@
 """What the terminal shows: a progress bar while running, then the table."""
 
 from collections.abc import Sequence
-from typing import Any
 
-from rich import box, console, progress
+from rich import box, console, markup, progress
 from rich import table as rich_table
 
-from jaxpruner.compare import table
+from jaxpruner.compare import columns
+from jaxpruner.compare.records import Chunk, Failure, Record
+from jaxpruner.compare.table import TableRow
 
 
 class Progress:
@@ -37,68 +38,83 @@ class Progress:
   def __exit__(self, *exc_info: object) -> None:
     self._bar.stop()
 
-  def stretch(self, record: dict[str, Any]) -> None:
+  def advance(self, chunk: Chunk) -> None:
     """Show how far the current cell is."""
-    share = (record["start"] + record["count"]) / record["steps"]
-    self._parts[record["cell"]] = 0.95 * share
-    loss = sum(row[-1] for row in record["loss"]) / len(record["loss"])
-    self._show(f"{record['cell']} loss {loss:.3f}")
+    share = (chunk.start + chunk.count) / chunk.steps
+    self._parts[chunk.cell] = 0.95 * share
+    last = [row[-1] for row in chunk.loss]
+    known = [value for value in last if value is not None]
+    loss = sum(known) / len(known) if known else float("nan")
+    self._show(f"{chunk.cell} loss {loss:.3f}")
 
-  def finish(self, record: dict[str, Any]) -> None:
+  def finish(self, record: Record | Failure) -> None:
     """Count a cell as done and show its metric."""
-    self._parts.pop(record["cell"], None)
+    self._parts.pop(record.cell, None)
     self._done += 1
-    if record["problem"]:
-      self._last = f"{record['cell']}: failed"
+    if isinstance(record, Failure) or record.problem:
+      self._last = f"{record.cell}: failed"
     else:
-      values = record["metrics"][self._metric]
+      values = [v for v in record.metrics[self._metric] if v is not None]
       mean = sum(values) / len(values)
-      self._last = f"{record['cell']}: {self._metric} {mean:.2f}"
+      self._last = f"{record.cell}: {self._metric} {mean:.2f}"
     self._show("")
 
   def _show(self, now: str) -> None:
     done = self._done + sum(self._parts.values())
     text = "  ".join(part for part in (now, self._last) if part)
-    self._bar.update(self._task, completed=done, description=text)
+    self._bar.update(
+      self._task, completed=done, description=markup.escape(text)
+    )
 
 
-def print_table(rows: Sequence[table.Row]) -> None:
+def print_table(rows: Sequence[TableRow]) -> None:
   """Print one table per task and sparsity, grouped by category.
 
-  Columns that do not fit the terminal are left out, the last ones first; all
-  of them are in report.html and the exports.
+  Columns that do not fit the terminal are left out, those of low priority
+  first; all of them are in report.html and the exports.
+
+  Args:
+    rows: of one or several runs.
   """
   out = console.Console()
   # A pipe or a file has no width of its own.
   width = out.width if out.is_terminal else 180
   out = console.Console(width=width)
-  shown = table.used_columns(rows)
-  drop = [2, 8, 11, 7, 5, 10, 9, 6]
-  texts = [table.spelled(row) for row in rows if row.metric is not None]
-  size = {
-    i: max([len(table.COLUMNS[i]), *(len(t[i]) for t in texts)]) + 3
-    for i in shown
-  }
-  size[0] = 3 + max(len(_short(row.group)) for row in rows)
-  while sum(size[i] for i in shown) > width and set(drop) & set(shown):
-    shown.remove(next(i for i in drop if i in shown))
-  for title, block in table.blocks(rows):
-    view = rich_table.Table(
-      title=title, box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False
-    )
-    for i in shown:
-      name = block[0].metric_name if i == 1 else table.COLUMNS[i]
-      view.add_column(name, justify="left" if i == 0 else "right", no_wrap=True)
-    group = None
-    for row in block:
-      if row.group != group:
-        if group is not None:
-          view.add_section()
-        group = row.group
-        view.add_row(f"[italic]{_short(group)}[/]")
-      cells = [text.replace("[", r"\[") for text in table.spelled(row)]
-      view.add_row(*(cells[i] for i in shown))
-    out.print(view)
+  shown = columns.fitting(
+    columns.used(rows), lambda column: _size(column, rows), width
+  )
+  for block in columns.blocks(rows):
+    out.print(_view(block, shown))
+
+
+def _size(column: columns.Column, rows: Sequence[TableRow]) -> int:
+  """Return the width of a column, with the space around it."""
+  if column is columns.COLUMNS[0]:
+    return 3 + max(len(_short(row.group)) for row in rows)
+  texts = [column.text(row) for row in rows if row.metric is not None]
+  return 3 + max(map(len, [column.name, *texts]))
+
+
+def _view(
+  block: columns.Block, shown: Sequence[columns.Column]
+) -> rich_table.Table:
+  view = rich_table.Table(
+    title=markup.escape(block.title),
+    box=box.SIMPLE_HEAD,
+    title_justify="left",
+    pad_edge=False,
+  )
+  for i, name in enumerate(block.names(shown)):
+    justify = "right" if i else "left"
+    view.add_column(markup.escape(name), justify=justify, no_wrap=True)
+  for i, (group, rows) in enumerate(block.groups()):
+    if i:
+      view.add_section()
+    view.add_row(f"[italic]{markup.escape(_short(group))}[/]")
+    for row in rows:
+      texts = columns.cells_as_text(row, shown)
+      view.add_row(*map(markup.escape, texts))
+  return view
 
 
 def _short(group: str) -> str:

@@ -11,8 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxpruner import sources, sparse
-from jaxpruner.compare import data
+from jaxpruner import archives, datasets, sparse
 from jaxpruner.post_training import (
   calibration_text,
   evaluation,
@@ -69,7 +68,7 @@ def _text(args: argparse.Namespace, part: int) -> str:
     text = pathlib.Path(args.calibration).read_text(errors="ignore")
     half = len(text) // 2
     return text[half:] if part else text[:half]
-  raw = data.load_enwik8(args.data)[40_000_000 * (part + 1) :][:4_000_000]
+  raw = datasets.load_enwik8(args.data)[40_000_000 * (part + 1) :][:4_000_000]
   return raw.tobytes().decode("utf-8", "ignore")
 
 
@@ -97,7 +96,7 @@ def _inputs(args: argparse.Namespace, model: models.Model) -> tuple[Any, ...]:
     ]
     return *rows, None
   if args.model == "CIFAR-10-CNN":
-    sets = data.load_cifar10(args.data)
+    sets = datasets.load_cifar10(args.data)
     learn = sets["train_x"][: args.samples].astype(np.float32)
     judge = sets["test_x"][: args.judge].astype(np.float32)
     return learn, judge, sets["test_y"][: args.judge]
@@ -180,7 +179,7 @@ def run(args: argparse.Namespace) -> int:
       k: getattr(args, k) for k in ("model", "method", "sparsity", "type")
     }
     sparse.save(args.out, params, masks, metadata={"oneshot": settings})
-  except (sources.DataError, ValueError, OSError) as error:
+  except (archives.DataError, ValueError, OSError) as error:
     print(error, file=sys.stderr)
     return 1
   shutil.rmtree(folder)

@@ -43,12 +43,13 @@ class Task:
   width_multiple: ClassVar[int] = 1
   # Keyword arguments for every updater: which leaves stay dense, and so on.
   pruning: ClassVar[dict[str, Any]] = {}
-  # Whether a half-trained cell can be stored: not if the world lives outside
-  # JAX, as an emulator does.
+  # Whether a half-trained cell can be stored: not if its environment lives
+  # outside JAX, as an emulator does.
   resumable: ClassVar[bool] = True
   # "vmap" turns seeds into one bigger product; "map" runs them in turn inside
-  # the program, for worlds that cannot be batched; "auto" maps on CPU, where
-  # the activations of all seeds together outgrow the cache, and else vmaps.
+  # the program, for environments that cannot be batched; "auto" maps on CPU,
+  # where the activations of all seeds together outgrow the cache, and else
+  # vmaps.
   batching: ClassVar[str] = "vmap"
 
   @property
@@ -77,7 +78,7 @@ class Task:
     """Return the scalar to minimise."""
     raise NotImplementedError
 
-  def cooled(self, temperature: float) -> "Task":
+  def with_temperature(self, temperature: float) -> "Task":
     """Return this task with the network's outputs divided by a temperature."""
     task = copy.copy(self)
     apply = lambda params, x: self.apply(params, x) / temperature
@@ -102,7 +103,7 @@ class Task:
 
   # The three below are for tasks whose training is not plain SGD on a data
   # set: federated rounds override `gradient`, reinforcement learning carries
-  # its environments and replay in a `world`.
+  # its environments and replay in an `env_state`.
 
   def gradient(
     self, loss_fn: Any, params: PyTree, batch: PyTree, key: jax.Array
@@ -111,21 +112,21 @@ class Task:
     return jax.value_and_grad(loss_fn)(params, batch, key)
 
   def start(self, params: PyTree, data: PyTree, key: jax.Array) -> PyTree:
-    """Return the world before the first step (nothing, usually)."""
+    """Return the environments' state at first (usually there are none)."""
     del params, data, key
     return ()
 
   def interact(
     self,
-    world: PyTree,
+    env_state: PyTree,
     params: PyTree,
     data: PyTree,
     key: jax.Array,
     step: jax.Array,
   ) -> tuple[PyTree, PyTree]:
-    """Return (the next world, this step's batch)."""
+    """Return (the next state, this step's batch)."""
     del params
-    return world, self.batches(data, key, step)
+    return env_state, self.batches(data, key, step)
 
 
 class Classification(Task):

@@ -19,7 +19,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpruner.compare import data, layers
+from jaxpruner import datasets
+from jaxpruner.compare import layers
 from jaxpruner.compare.tasks import base
 
 
@@ -28,7 +29,7 @@ class _Cifar10(base.Classification):
   batching: ClassVar[str] = "auto"
 
   def load(self, folder: str | None = None) -> dict[str, np.ndarray]:
-    return data.load_cifar10(folder)
+    return datasets.load_cifar10(folder)
 
   def prepare(self, inputs: jax.Array) -> jax.Array:
     # Mean and deviation of the training pixels, per channel.

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxpruner.compare import data as files
+from jaxpruner import datasets
 from jaxpruner.compare import layers
 from jaxpruner.compare.tasks import base
 
@@ -33,7 +33,7 @@ class Replay(NamedTuple):
   after: jax.Array
 
 
-class World(NamedTuple):
+class EnvState(NamedTuple):
   """What surrounds the network: environments, replay, target network."""
 
   env: Any
@@ -60,7 +60,9 @@ class DqnMinatar(base.Task):
   refresh: ClassVar[int] = 200
 
   def load(self, folder: str | None = None) -> dict[str, jax.Array]:
-    files.SOURCES["minatar"].find(folder)  # raises with the command if missing
+    datasets.SOURCES["minatar"].find(
+      folder
+    )  # raises with the command if missing
     return {"frame": jnp.zeros((10, 10, 4))}
 
   def game_and_params(self) -> tuple[Any, Any]:
@@ -90,7 +92,7 @@ class DqnMinatar(base.Task):
   def optimizer(self) -> optax.GradientTransformation:
     return optax.adam(self.learning_rate)
 
-  def start(self, params: Any, data: Any, key: jax.Array) -> World:
+  def start(self, params: Any, data: Any, key: jax.Array) -> EnvState:
     env, env_params = self.game_and_params()
     n = self.environments
     keys = jax.random.split(key, n)
@@ -99,11 +101,16 @@ class DqnMinatar(base.Task):
     frames = jnp.zeros((rows, n, *data["frame"].shape), jnp.uint8)
     flags = jnp.zeros((rows, n))
     replay = Replay(frames, flags.astype(jnp.int32), flags, flags, frames)
-    return World(state, seen, replay, params)
+    return EnvState(state, seen, replay, params)
 
   def interact(
-    self, world: World, params: Any, data: Any, key: jax.Array, step: jax.Array
-  ) -> tuple[World, Any]:
+    self,
+    env_state: EnvState,
+    params: Any,
+    data: Any,
+    key: jax.Array,
+    step: jax.Array,
+  ) -> tuple[EnvState, Any]:
     del data
     n = self.environments
     greedy_key, move_key, row_key, column_key = jax.random.split(
@@ -111,12 +118,14 @@ class DqnMinatar(base.Task):
     )
     # Exploration falls to 5 % over the first fifth of training.
     epsilon = jnp.maximum(0.05, 1 - step / (0.2 * self.steps))
-    action = self.act(params, world.seen, greedy_key, epsilon)
-    seen, state, reward, over, _, last = self.move(world.env, action, move_key)
-    rows = world.replay.reward.shape[0]
+    action = self.act(params, env_state.seen, greedy_key, epsilon)
+    seen, state, reward, over, _, last = self.move(
+      env_state.env, action, move_key
+    )
+    rows = env_state.replay.reward.shape[0]
     now = step % rows
     fresh = Replay(
-      world.seen.astype(jnp.uint8),
+      env_state.seen.astype(jnp.uint8),
       action,
       reward,
       over.astype(jnp.float32),
@@ -124,7 +133,7 @@ class DqnMinatar(base.Task):
     )
     replay = jax.tree.map(
       lambda ring, x: ring.at[now].set(x.astype(ring.dtype)),
-      world.replay,
+      env_state.replay,
       fresh,
     )
     filled = jnp.minimum(step + 1, rows)
@@ -132,12 +141,12 @@ class DqnMinatar(base.Task):
     column = jax.random.randint(column_key, (self.batch_size,), 0, n)
     picked = jax.tree.map(lambda ring: ring[row, column], replay)
     target = jax.lax.cond(
-      step % self.refresh == 0, lambda: params, lambda: world.target
+      step % self.refresh == 0, lambda: params, lambda: env_state.target
     )
     best = self.apply(target, picked.after.astype(jnp.float32)).max(-1)
     goal = picked.reward + self.discount * (1 - picked.done) * best
     batch = (picked.seen.astype(jnp.float32), picked.action, goal)
-    return World(state, seen, replay, target), batch
+    return EnvState(state, seen, replay, target), batch
 
   def move(self, state: Any, action: jax.Array, key: jax.Array) -> tuple:
     """Return (frames, state, reward, lost, cut short, last frames).

@@ -19,10 +19,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import io_callback
 
-from jaxpruner.compare import data as files
+from jaxpruner import datasets
 from jaxpruner.compare import layers
 from jaxpruner.compare.tasks import dqn_minatar
-from jaxpruner.compare.tasks.dqn_minatar import Replay, World
+from jaxpruner.compare.tasks.dqn_minatar import EnvState, Replay
 
 ACTIONS = 9
 FRAME = (84, 84, 4)
@@ -45,7 +45,7 @@ class DqnMsPacman(dqn_minatar.DqnMinatar):
   resumable: ClassVar[bool] = False
 
   def load(self, folder: str | None = None) -> dict[str, jax.Array]:
-    files.SOURCES["atari"].find(folder)
+    datasets.SOURCES["atari"].find(folder)
     return {"frame": jnp.zeros(FRAME)}
 
   def init(self, key: jax.Array) -> Any:
@@ -69,7 +69,7 @@ class DqnMsPacman(dqn_minatar.DqnMinatar):
   def example(self, data: Any) -> jax.Array:
     return jnp.broadcast_to(data["frame"], (self.batch_size, *FRAME))
 
-  def start(self, params: Any, data: Any, key: jax.Array) -> World:
+  def start(self, params: Any, data: Any, key: jax.Array) -> EnvState:
     n = self.environments
     # The emulator's number is drawn from the seed's key, so it is the same
     # for every algorithm.
@@ -80,7 +80,7 @@ class DqnMsPacman(dqn_minatar.DqnMinatar):
     flags = jnp.zeros((rows, n))
     replay = Replay(frames, flags.astype(jnp.int32), flags, flags, frames)
     del data
-    return World(number, seen, replay, params)
+    return EnvState(number, seen, replay, params)
 
   def move(self, env: Any, action: jax.Array, key: jax.Array):
     del key

@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpruner.compare import data, layers
+from jaxpruner import datasets
+from jaxpruner.compare import layers
 from jaxpruner.compare.tasks import base
 
 
@@ -32,7 +33,7 @@ class Fashion(base.Classification):
   batching: ClassVar[str] = "auto"
 
   def load(self, folder: str | None = None) -> dict[str, np.ndarray]:
-    return data.load_fashion(folder)
+    return datasets.load_fashion(folder)
 
   def prepare(self, inputs: jax.Array) -> jax.Array:
     # Mean and deviation of the training pixels.

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxpruner.compare import data as files
+from jaxpruner import datasets
 from jaxpruner.compare.tasks import fed_fashion, sotu
 
 
@@ -38,7 +38,7 @@ class FedSotu(sotu.Sotu):
   }
 
   def load(self, folder: str | None = None) -> dict[str, np.ndarray]:
-    speeches = files.load_speeches(folder)
+    speeches = datasets.load_speeches(folder)
     kept = [s for i, s in enumerate(speeches) if i % 10 != 9]
     texts: dict[str, bytes] = {}
     for president, _, text in kept:

@@ -20,7 +20,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpruner.compare import data, layers
+from jaxpruner import datasets
+from jaxpruner.compare import layers
 from jaxpruner.compare.tasks import base
 
 VOCABULARY = 256
@@ -47,7 +48,7 @@ class Sotu(base.Task):
   }
 
   def load(self, folder: str | None = None) -> dict[str, np.ndarray]:
-    speeches = [text for _, _, text in data.load_speeches(folder)]
+    speeches = [text for _, _, text in datasets.load_speeches(folder)]
     held_out = speeches[9::10]
     rest = [text for i, text in enumerate(speeches) if i % 10 != 9]
     return {"train": _bytes(rest), "test": _bytes(held_out)}
@@ -119,7 +120,7 @@ class Enwik8(Sotu):
   name: ClassVar[str] = "enwik8"
 
   def load(self, folder: str | None = None) -> dict[str, np.ndarray]:
-    text = data.load_enwik8(folder)
+    text = datasets.load_enwik8(folder)
     return {"train": text[:95_000_000], "test": text[95_000_000:]}
 
 

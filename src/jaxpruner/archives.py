@@ -5,6 +5,7 @@ package. Files are untrusted: an archive is read only if its SHA-256 is the
 known one, sizes are bounded before anything is allocated, nothing is unpickled.
 """
 
+import contextlib
 import gzip
 import hashlib
 import os
@@ -12,7 +13,7 @@ import pathlib
 import tarfile
 import zipfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import IO, NamedTuple
 
 
@@ -62,6 +63,30 @@ def read_bounded(
   if len(raw) > limit:
     raise DataError(f"{name}: holds more than the expected {limit} bytes")
   return raw
+
+
+@contextlib.contextmanager
+def readable(path: pathlib.Path) -> Iterator[None]:
+  """Turn what a damaged archive raises into `DataError` with its path.
+
+  Args:
+    path: the file or folder that is being read, for the message.
+  """
+  try:
+    yield
+  except (
+    OSError,
+    EOFError,
+    KeyError,
+    ValueError,
+    tarfile.TarError,
+    zipfile.BadZipFile,
+    zlib.error,
+  ) as error:
+    raise DataError(
+      f"{path}: cannot be read ({type(error).__name__}: {error}); fetch it "
+      "again (see `jaxpruner data`)"
+    ) from error
 
 
 class Package(NamedTuple):

@@ -10,18 +10,21 @@ import numpy as np
 import pytest
 
 import jaxpruner
-from jaxpruner.compare import cell, plan, program, tasks
+from jaxpruner.compare import cell_run, tasks, training
+from jaxpruner.compare.cells import Cell, costs_of
 
 
 @functools.cache  # compiling costs far more than running
 def parts(algorithm, seeds=2):
   settings = helpers.settings(seeds=seeds)
-  chosen = plan.Cell(algorithm, 0.8)
-  task = cell.cell_task(chosen, settings)
-  config = cell.updater_config(task, chosen, settings)
+  chosen = Cell(algorithm, 0.8)
+  task = cell_run.cell_task(chosen, settings)
+  config = cell_run.updater_config(task, chosen, settings)
   updater = jaxpruner.create_updater_from_config(config)
-  data = cell.load_data("digits", "")
-  built = program.build(task, updater, data)
+  data = cell_run.load_data("digits", "")
+  built = training.build(
+    task, updater, data, temperature=costs_of(chosen).temperature
+  )
   keys = jax.vmap(jax.random.key)(jnp.arange(seeds))
   return task, built, keys, data
 
@@ -46,7 +49,7 @@ def test_all_algorithms_start_from_the_same_weights():
 
 def test_batches_depend_on_seed_and_step_only():
   task = tasks.make_task("digits", helpers.TINY)
-  data = cell.load_data("digits", "")
+  data = cell_run.load_data("digits", "")
   key = jax.random.key(3)
   one = task.batches(data, key, 5)
   jax.tree.map(np.testing.assert_array_equal, one, task.batches(data, key, 5))
@@ -143,7 +146,7 @@ def test_the_small_dense_network_has_as_many_weights_as_the_sparse_one():
     weights = 64 * 256 + 256 * 256 + 256 * 10
     biases = 256 + 256 + 10
     sparse = weights - round(sparsity * weights) + biases
-    task = cell.narrowed(tasks.make_task("digits"), sparsity)
+    task = cell_run.with_width_for(tasks.make_task("digits"), sparsity)
     shapes = jax.eval_shape(task.init, jax.random.key(0))
     small = sum(x.size for x in jax.tree.leaves(shapes))
     assert abs(small - sparse) / sparse < 0.03
@@ -151,21 +154,21 @@ def test_the_small_dense_network_has_as_many_weights_as_the_sparse_one():
 
 @functools.cache
 def trained():
-  """Return (outcome, its stretches) of one small cell."""
-  stretches = []
-  chosen = plan.Cell("magnitude", 0.8)
-  outcome = cell.run_cell(chosen, helpers.settings(), stretches.append)
-  return outcome, stretches
+  """Return (outcome, its chunks) of one small cell."""
+  chunks = []
+  chosen = Cell("magnitude", 0.8)
+  outcome = cell_run.run_cell(chosen, helpers.settings(), chunks.append)
+  return outcome, chunks
 
 
 def test_a_cell_realises_its_request_and_says_what_it_costs():
   found = trained()[0].record
-  assert found["problem"] == ""
-  np.testing.assert_allclose(found["realised"], 0.8, atol=2e-3)
-  assert found["inference_flops"] < 0.5 * found["inference_flops_dense"]
-  assert found["training_flops"] < found["training_flops_dense"]
-  assert found["bytes"] < found["bytes_dense"]
-  assert len(found["metrics"]["accuracy"]) == 2
+  assert found.problem == ""
+  np.testing.assert_allclose(found.realised, 0.8, atol=2e-3)
+  assert found.inference_flops < 0.5 * found.inference_flops_dense
+  assert found.training_flops < found.training_flops_dense
+  assert found.bytes < found.bytes_dense
+  assert len(found.metrics["accuracy"]) == 2
 
 
 @pytest.mark.parametrize(
@@ -179,16 +182,11 @@ def test_a_cell_realises_its_request_and_says_what_it_costs():
 )
 def test_a_cell_that_breaks_its_promise_fails(change, reason):
   task = tasks.make_task("digits", helpers.TINY)
-  good = {
-    "realised": [0.8, 0.8],
-    "nonzero_pruned": 0,
-    "metrics": {"accuracy": [1.0, 1.0]},
-    "prunable": 10_000,
-    "leaves": 3,
-  }
-  chosen, settings = plan.Cell("magnitude", 0.8), helpers.settings()
-  assert cell._problem(good, task, chosen, settings) == ""
-  assert reason in cell._problem(good | change, task, chosen, settings)
+  good = helpers.record("magnitude@0.8", [1.0, 1.0], leaves=3)
+  chosen, settings = Cell("magnitude", 0.8), helpers.settings()
+  assert cell_run._problem(good, task, chosen, settings) == ""
+  bad = dataclasses.replace(good, **change)
+  assert reason in cell_run._problem(bad, task, chosen, settings)
 
 
 def test_a_pruner_that_misses_its_target_fails_the_cell(monkeypatch):
@@ -199,46 +197,82 @@ def test_a_pruner_that_misses_its_target_fails_the_cell(monkeypatch):
     lambda config: make({**config, "sparsity": 0.6}),
   )
   settings = helpers.settings()
-  found = cell.run_cell(plan.Cell("static_sparse", 0.8), settings).record
-  assert "was realised, 0.8 requested" in found["problem"]
+  found = cell_run.run_cell(Cell("static_sparse", 0.8), settings).record
+  assert "was realised, 0.8 requested" in found.problem
+
+
+class Kept:
+  """A checkpoint in memory."""
+
+  def __init__(self, arrays):
+    self.arrays, self.aside = arrays, []
+
+  def load(self):
+    return self.arrays
+
+  def save(self, arrays):
+    self.arrays = arrays
+
+  def set_aside(self, reason):
+    self.aside.append(reason)
 
 
 def test_a_restored_training_ends_in_the_same_bits():
   settings = helpers.settings()
-  chosen = plan.Cell("magnitude", 0.8)
-  whole, stretches = trained()
+  chosen = Cell("magnitude", 0.8)
+  whole, chunks = trained()
   _, built, keys, data = parts("magnitude")
   carry = built.start(keys, data)
-  length = -(-helpers.TINY["steps"] // cell.STRETCHES)
+  length = -(-helpers.TINY["steps"] // cell_run.CHUNKS)
   cost = 0.0
-  for stretch in stretches[:5]:
-    carry, *_ = built.train(
-      carry, keys, data, stretch["start"], stretch["count"], length
-    )
-  first = stretches[5]["start"]
-  saved = program.arrays_of(carry, [first, 1.0, cost])
+  for chunk in chunks[:5]:
+    carry, *_ = built.train(carry, keys, data, chunk.start, chunk.count, length)
+  first = chunks[5].start
+  saved = training.arrays_of(carry, [first, 1.0, cost])
   later = []
-  resumed = cell.run_cell(chosen, settings, later.append, lambda: saved)
-  assert later == stretches[5:]
-  assert resumed.record["metrics"] == whole.record["metrics"]
+  kept = Kept(saved)
+  resumed = cell_run.run_cell(chosen, settings, later.append, kept)
+  assert not kept.aside
+  assert later == chunks[5:]
+  assert resumed.record.metrics == whole.record.metrics
   for name in whole.arrays:
     np.testing.assert_array_equal(whole.arrays[name], resumed.arrays[name])
 
 
 def test_two_to_four_sparsity_is_exact():
   settings = helpers.settings(type="2:4", sparsity=(0.5,), seeds=1)
-  outcome = cell.run_cell(plan.Cell("static_sparse", 0.5), settings)
-  assert outcome.record["problem"] == ""
+  outcome = cell_run.run_cell(Cell("static_sparse", 0.5), settings)
+  assert outcome.record.problem == ""
   mask = outcome.arrays["mask:layer_0/kernel"]
   assert (mask.reshape(16, 4, -1).sum(1) == 2).all()
 
 
 def test_devices_share_a_batch_and_agree_with_one():
   settings = helpers.settings(seeds=1)
-  chosen = plan.Cell("dense", 0.0)
+  chosen = Cell("dense", 0.0)
   one, eight = [], []
-  cell.run_cell(chosen, settings, one.append)
+  cell_run.run_cell(chosen, settings, one.append)
   spread = dataclasses.replace(settings, devices=8)
-  cell.run_cell(chosen, spread, eight.append)
+  cell_run.run_cell(chosen, spread, eight.append)
   for a, b in zip(one[:4], eight[:4], strict=True):
-    np.testing.assert_allclose(a["loss"], b["loss"], rtol=1e-4)
+    np.testing.assert_allclose(a.loss, b.loss, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+  "change, reason",
+  [
+    ({"progress": np.array([99.0, 1, 1])}, "step 99 of 24"),
+    ({"progress": np.array([np.nan, 1, 1])}, "three numbers"),
+    ({"leaf:0": np.zeros(3)}, "need float32"),
+    ({"more": np.zeros(3)}, "arrays"),
+  ],
+)
+def test_a_readable_but_wrong_checkpoint_is_set_aside(change, reason):
+  _, built, keys, data = parts("magnitude")
+  saved = training.arrays_of(built.start(keys, data), [2, 1.0, 1.0])
+  kept = Kept(saved | change)
+  chosen, later = Cell("magnitude", 0.8), []
+  found = cell_run.run_cell(chosen, helpers.settings(), later.append, kept)
+  assert reason in kept.aside[0]
+  assert later == trained()[1]
+  assert found.record.metrics == trained()[0].record.metrics

@@ -2,7 +2,7 @@
 
 import argparse
 
-from jaxpruner.compare import data
+from jaxpruner import datasets
 from jaxpruner.post_training.models import zoo as models
 
 
@@ -11,7 +11,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   parser.add_argument(
     "--data",
     metavar="DIR",
-    help=f"look here only (default: $JAXPRUNER_DATA or {data.home()}, then "
+    help=f"look here only (default: $JAXPRUNER_DATA or {datasets.home()}, then "
     "where packages put their files)",
   )
   parser.add_argument(
@@ -22,18 +22,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 _LOADERS = {
-  "fashion-mnist": data.load_fashion,
-  "cifar-10": data.load_cifar10,
-  "sotu": data.load_speeches,
-  "enwik8": data.load_enwik8,
-  "imdb": data.load_imdb,
+  "fashion-mnist": datasets.load_fashion,
+  "cifar-10": datasets.load_cifar10,
+  "sotu": datasets.load_speeches,
+  "enwik8": datasets.load_enwik8,
+  "imdb": datasets.load_imdb,
 }
 
 
 def run(args: argparse.Namespace) -> int:
   """Print one line per data set; return 1 if one is damaged."""
   status = 0
-  for name, source in (data.SOURCES | models.SOURCES).items():
+  for name, source in (datasets.SOURCES | models.SOURCES).items():
     try:
       where = source.find(None if name == "digits" else args.data)
       state = "present"
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
       elif args.verify and name in models.MODELS:
         models.load(name, args.data)
         state = "verified"
-    except data.DataError as error:
+    except datasets.DataError as error:
       if "not found" in str(error) or "is missing" in str(error):
         print(f"missing   {name:14} {source.what} (for {source.tasks})")
         print(f"{'':10}get it: {source.command}")

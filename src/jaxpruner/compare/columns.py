@@ -1,0 +1,173 @@
+"""The columns of the table as people see it, shared by its four forms."""
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+from jaxpruner.compare.statistics import Estimate
+from jaxpruner.compare.table import TableRow
+
+NOTHING = "–"
+
+
+class Column(NamedTuple):
+  """A column: its name, its text for a row that has numbers, its priority.
+
+  Where room is scarce the columns of lowest priority are left out first;
+  those of priority `ALWAYS` stay.
+  """
+
+  name: str
+  text: Callable[[TableRow], str]
+  priority: int
+
+
+ALWAYS = 99
+
+
+def _optional(value: float | None, form: str) -> str:
+  return NOTHING if value is None else form.format(value)
+
+
+def _metric(row: TableRow) -> str:
+  m = _estimate(row)
+  return f"{m.mean:.2f}" + ("" if math.isnan(m.std) else f" ± {m.std:.2f}")
+
+
+def _interval(row: TableRow) -> str:
+  m = _estimate(row)
+  return "" if math.isnan(m.low) else f"[{m.low:.2f}, {m.high:.2f}]"
+
+
+def _estimate(row: TableRow) -> Estimate:
+  if row.metric is None:
+    raise ValueError(f"{row.algorithm}: has no metric ({row.problem})")
+  return row.metric
+
+
+def _against_dense(row: TableRow) -> str:
+  d = row.difference
+  if d is None:
+    return ""
+  spread = "" if math.isnan(d.low) else f" [{d.low:+.2f}, {d.high:+.2f}]"
+  return f"{d.mean:+.2f}{spread}"
+
+
+def _sparsity(row: TableRow) -> str:
+  lost = f" (collapsed: {printable(row.collapsed)})" if row.collapsed else ""
+  return f"{100 * row.realised:.2f} %{lost}" if row.realised else NOTHING
+
+
+METRIC = Column("metric", _metric, ALWAYS)  # shown under the metric's own name
+COLUMNS = (
+  Column("algorithm", lambda row: printable(row.algorithm), ALWAYS),
+  METRIC,
+  Column("95 % interval", _interval, 1),
+  Column("vs dense", _against_dense, ALWAYS),
+  Column("sparsity", _sparsity, ALWAYS),
+  Column(
+    "train FLOPs", lambda row: _optional(row.training_flops, "{:.2f}×"), 5
+  ),
+  Column(
+    "infer FLOPs", lambda row: _optional(row.inference_flops, "{:.2f}×"), 8
+  ),
+  Column("kB", lambda row: f"{(row.bytes or 0) / 1000:,.0f}", 4),
+  Column("latency", lambda row: _optional(row.latency, "{:.2f}×"), 2),
+  Column(
+    "noise", lambda row: _optional(row.noise and row.noise.mean, "{:.1f}"), 7
+  ),
+  Column("ECE", lambda row: _optional(row.ece and row.ece.mean, "{:.1f}"), 6),
+  Column("time", lambda row: _optional(row.seconds, "{:.0f} s"), 3),
+)
+
+
+def printable(text: str) -> str:
+  """Return text without control characters: they could move a cursor."""
+  return "".join(c if c.isprintable() else " " for c in text)
+
+
+def cells_as_text(
+  row: TableRow, shown: Sequence[Column] = COLUMNS
+) -> list[str]:
+  """Return the texts of a row, one per column.
+
+  Args:
+    row: the row.
+    shown: which columns.
+
+  Returns:
+    the texts; of a failed row its name and reason, then nothing.
+  """
+  if row.metric is None:
+    failed = [printable(row.algorithm), f"failed: {printable(row.problem)}"]
+    return [*failed, *[""] * (len(shown) - 2)]
+  return [column.text(row) for column in shown]
+
+
+def used(table: Sequence[TableRow]) -> list[Column]:
+  """Return the columns that some row has something in."""
+  rows = [row for row in table if row.metric is not None]
+  return [
+    column
+    for column in COLUMNS
+    if column in COLUMNS[:2]
+    or any(column.text(row) not in ("", NOTHING) for row in rows)
+  ]
+
+
+def fitting(
+  shown: Sequence[Column], size: Callable[[Column], int], width: int
+) -> list[Column]:
+  """Leave out columns of low priority until the others fit.
+
+  Args:
+    shown: the columns.
+    size: of a column, in characters.
+    width: how many characters there are.
+  """
+  kept = list(shown)
+  while sum(map(size, kept)) > width:
+    least = min(kept, key=lambda column: column.priority)
+    if least.priority == ALWAYS:
+      break
+    kept.remove(least)
+  return kept
+
+
+class Block(NamedTuple):
+  """The rows of one task at one sparsity."""
+
+  title: str
+  rows: list[TableRow]
+
+  def names(self, shown: Sequence[Column]) -> list[str]:
+    """Return the columns' names; the metric has its own."""
+    metric = printable(self.rows[0].metric_name)
+    return [metric if c is METRIC else c.name for c in shown]
+
+  def groups(self) -> Iterator[tuple[str, list[TableRow]]]:
+    """Yield (category, its rows) in order."""
+    for group, rows in itertools.groupby(self.rows, lambda row: row.group):
+      yield printable(group), list(rows)
+
+
+def blocks(table: Sequence[TableRow]) -> list[Block]:
+  """Split the rows by task and sparsity."""
+  found: dict[tuple[str, float], list[TableRow]] = {}
+  for row in table:
+    found.setdefault((row.task, row.sparsity), []).append(row)
+  return [
+    Block(f"{printable(task)}, {percent(sparsity)} sparse", rows)
+    for (task, sparsity), rows in found.items()
+  ]
+
+
+def percent(fraction: float) -> str:
+  """Return a fraction in percent, as exactly as it was given.
+
+  Example:
+    >>> percent(0.95), percent(0.9999991)
+    ('95 %', '99.99991 %')
+  """
+  return f"{round(100 * fraction, 12):.12g} %"

@@ -1,0 +1,106 @@
+"""What decides the numbers of a run: its fingerprint, and the rest of run.json.
+
+A folder that is continued under another fingerprint would mix two runs in one
+table. Not covered: modules that the modules named by --import import in turn.
+"""
+
+import dataclasses
+import datetime
+import hashlib
+import importlib.metadata
+import importlib.util
+import os
+import pathlib
+import platform
+import shlex
+import subprocess
+import sys
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxpruner.compare import cells, tasks
+from jaxpruner.compare.run_folder import FORMAT, RunInfo
+from jaxpruner.compare.settings import ComparisonSettings
+
+PACKAGES = ("jaxpruner", "jax", "jaxlib", "optax", "numpy")
+# The settings of JAX that change numbers.
+JAX_OPTIONS = (
+  "jax_threefry_partitionable",
+  "jax_enable_x64",
+  "jax_default_prng_impl",
+  "jax_default_matmul_precision",
+)
+
+
+def run_info(settings: ComparisonSettings, data: Any) -> RunInfo:
+  """Return what run.json says about this run.
+
+  Args:
+    settings: the comparison.
+    data: what the task's `load` returned.
+  """
+  device = jax.devices()[0].device_kind
+  task = tasks.make_task(settings.task, settings.options)
+  now = datetime.datetime.now(datetime.UTC)
+  versions = {name: importlib.metadata.version(name) for name in PACKAGES}
+  groups = [(c, cells.group(c.algorithm)) for c in cells.cells_of(settings)]
+  return RunInfo(
+    settings=settings.to_json(),
+    versions=versions | {"python": platform.python_version(), "device": device},
+    task=dataclasses.asdict(task),
+    data={"sha256": hash_arrays(data)},
+    imports={name: hash_module(name) for name in settings.imports},
+    jax={name: str(getattr(jax.config, name, "")) for name in JAX_OPTIONS},
+    cells=[[c.algorithm, float(c.sparsity), *group] for c, group in groups],
+    metric=task.metric,
+    device=f"{device}, {os.cpu_count()} cores, {platform.machine()}",
+    commit=_commit(),
+    command=shlex.join(["jaxpruner", *sys.argv[1:]]),
+    started=now.isoformat(timespec="seconds"),
+    format=FORMAT,
+  )
+
+
+def hash_arrays(tree: Any) -> str:
+  """Return the SHA-256 of a tree's paths, shapes, dtypes and bytes."""
+  total = hashlib.sha256()
+  for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+    array = np.ascontiguousarray(leaf)
+    total.update(f"{path} {array.shape} {array.dtype}\n".encode())
+    total.update(array.reshape(-1).view(np.uint8).data)
+  return total.hexdigest()
+
+
+def hash_module(name: str) -> str:
+  """Return the SHA-256 of a module's source, of all files of a package."""
+  spec = importlib.util.find_spec(name)
+  if spec is None or spec.origin is None:
+    return ""
+  origin = pathlib.Path(spec.origin)
+  if not origin.is_file():  # built in
+    return spec.origin
+  package = spec.submodule_search_locations
+  sources = sorted(origin.parent.rglob("*.py")) if package else [origin]
+  total = hashlib.sha256()
+  for source in sources:
+    total.update(f"{source.relative_to(origin.parent)}\n".encode())
+    total.update(hashlib.sha256(source.read_bytes()).digest())
+  return total.hexdigest()
+
+
+def _commit() -> str:
+  """Return the git commit of the library's source, if it is a checkout."""
+  try:
+    found = subprocess.run(
+      ["git", "describe", "--always", "--dirty", "--abbrev=12"],
+      cwd=pathlib.Path(__file__).parent,
+      capture_output=True,
+      text=True,
+      timeout=10,
+      check=True,
+    )
+  except (OSError, subprocess.SubprocessError):
+    return ""
+  return found.stdout.strip()

@@ -1,0 +1,229 @@
+"""What is stored of a cell: a `Chunk` of its training, its `Record`.
+
+Each is a line of JSON in the run folder and in a worker's pipe. Reading
+checks it: fields that are missing, unknown or of a wrong kind are named.
+"""
+
+import dataclasses
+import typing
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, TypeVar
+
+# JSON has no NaN: a number that is not finite is stored as null.
+Numbers = list[float | None]
+T = TypeVar("T", bound="Stored")
+
+
+class SchemaError(ValueError):
+  """A stored object is not what its reader needs; the message says where."""
+
+
+def _whole(value: Any) -> bool:
+  return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _number(value: Any) -> bool:
+  return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _list_of(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
+  return lambda value: (
+    isinstance(value, list | tuple) and all(map(check, value))
+  )
+
+
+def _named(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
+  return lambda value: (
+    isinstance(value, Mapping)
+    and all(
+      isinstance(name, str) and check(item) for name, item in value.items()
+    )
+  )
+
+
+_text = lambda value: isinstance(value, str)
+_gap = lambda value: value is None or _number(value)
+
+# Annotation -> (what it is in words, check)
+KINDS: dict[Any, tuple[str, Callable[[Any], bool]]] = {
+  str: ("text", _text),
+  bool: ("true or false", lambda value: isinstance(value, bool)),
+  int: ("a whole number", _whole),
+  float: ("a number", _number),
+  Numbers: ("a list of numbers", _list_of(_gap)),
+  list[Numbers]: ("a list of lists of numbers", _list_of(_list_of(_gap))),
+  list[str]: ("a list of texts", _list_of(_text)),
+  list[list]: ("a list of lists", _list_of(lambda v: isinstance(v, list))),
+  dict[str, float]: ("numbers by name", _named(_number)),
+  dict[str, str]: ("texts by name", _named(_text)),
+  dict[str, Numbers]: ("lists of numbers by name", _named(_list_of(_gap))),
+  dict[str, Any]: ("an object", lambda value: isinstance(value, Mapping)),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+  """Base of what is stored as JSON: its annotations are its schema."""
+
+  def to_json(self) -> dict[str, Any]:
+    """Return the fields as an object of JSON."""
+    return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+
+  @classmethod
+  def from_json(cls: type[T], values: Any, where: str = "") -> T:
+    """Return what `to_json` gave, checked.
+
+    Args:
+      values: what JSON holds.
+      where: file and line, for the message of an error.
+
+    Raises:
+      SchemaError: a field is missing, unknown or of a wrong kind.
+    """
+    name = cls.__name__
+    where = where or name
+    if not isinstance(values, Mapping):
+      raise SchemaError(f"{where}: a {name} is an object, found {values!r:.60}")
+    fields = dataclasses.fields(cls)
+    needed = [f.name for f in fields if _required(f)]
+    missing = sorted(set(needed) - set(values))
+    unknown = sorted(set(map(str, values)) - {f.name for f in fields})
+    if missing or unknown:
+      raise SchemaError(
+        f"{where}: not a {name} of this version: missing fields "
+        f"{missing or 'none'}, unknown fields {unknown or 'none'}"
+      )
+    hints = typing.get_type_hints(cls)
+    for key, value in values.items():
+      words, fits = KINDS[hints[key]]
+      if not fits(value):
+        raise SchemaError(f"{where}: {key} is {value!r:.60}, must be {words}")
+    return cls(**values)
+
+
+def _required(field: dataclasses.Field) -> bool:
+  missing = dataclasses.MISSING
+  return field.default is missing and field.default_factory is missing
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunk(Stored):
+  """A twentieth of a cell's training, all seeds.
+
+  Attributes:
+    cell: the cell's id.
+    start: its first step.
+    count: how many steps it has.
+    steps: how many the whole training has.
+    loss: per seed, the loss of each step.
+    density: per leaf, the share of weights the forward pass uses.
+    stored: per leaf, the share of weights that are trained.
+    churn: per seed, weights swapped in since the last chunk / weights kept.
+    explored: per seed, the share of weights that were active so far.
+  """
+
+  event: ClassVar[str] = "chunk"
+  cell: str
+  start: int
+  count: int
+  steps: int
+  loss: list[Numbers]
+  density: dict[str, float]
+  stored: dict[str, float]
+  churn: Numbers
+  explored: Numbers
+
+
+@dataclasses.dataclass(frozen=True)
+class Record(Stored):
+  """A finished cell.
+
+  Attributes:
+    cell: the cell's id.
+    algorithm: its name.
+    sparsity: the fraction requested.
+    width: of the network (smaller for the small dense baseline).
+    metrics: per metric, a number for each seed.
+    prunable: weights under masks.
+    realised: per seed, the fraction removed.
+    nonzero_pruned: weights under a mask's zero that are not zero.
+    leaves: how many leaves have masks.
+    weights: that are kept, of the first seed.
+    bytes: to store the first seed's network.
+    bytes_dense: to store it dense.
+    inference_flops: of one forward pass.
+    inference_flops_dense: of the dense network's.
+    training_flops: of the whole training.
+    training_flops_dense: of the dense network's.
+    density: per leaf, the share of weights kept.
+    seconds: wall time, compilation included.
+    collapsed: leaves that lost every weight in some seed.
+    problem: why the cell may not enter the table, or "".
+  """
+
+  event: ClassVar[str] = "done"
+  cell: str
+  algorithm: str
+  sparsity: float
+  width: int
+  metrics: dict[str, Numbers]
+  prunable: int
+  realised: Numbers
+  nonzero_pruned: int
+  leaves: int
+  weights: int
+  bytes: int
+  bytes_dense: int
+  inference_flops: float
+  inference_flops_dense: float
+  training_flops: float
+  training_flops_dense: float
+  density: dict[str, float]
+  seconds: float
+  collapsed: list[str] = dataclasses.field(default_factory=list)
+  problem: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Failure(Stored):
+  """A cell that raised; it is tried again when the run continues."""
+
+  event: ClassVar[str] = "done"
+  cell: str
+  algorithm: str
+  sparsity: float
+  problem: str
+  raised: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class Latency(Stored):
+  """Measured inference time of a cell's network, relative to dense."""
+
+  cell: str
+  ratio: float
+  path: str  # "dense", "accelerate" or "masked dense"
+  seconds: float = 0.0
+
+
+Event = Chunk | Record | Failure
+
+
+def result_from_json(values: Any, where: str = "") -> Record | Failure:
+  """Return a line of results.jsonl: a `Record`, or a `Failure` if it raised."""
+  raised = isinstance(values, Mapping) and "raised" in values
+  return (Failure if raised else Record).from_json(values, where)
+
+
+def event_to_json(event: Event) -> dict[str, Any]:
+  """Return an event as a worker sends it."""
+  return {"event": event.event, "record": event.to_json()}
+
+
+def event_from_json(values: Any, where: str = "") -> Event:
+  """Return the event that `event_to_json` gave, checked."""
+  if not isinstance(values, Mapping) or set(values) != {"event", "record"}:
+    raise SchemaError(f"{where}: not an event: {values!r:.60}")
+  if values["event"] == Chunk.event:
+    return Chunk.from_json(values["record"], where)
+  return result_from_json(values["record"], where)

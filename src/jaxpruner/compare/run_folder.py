@@ -1,0 +1,296 @@
+"""A run folder: what a comparison has finished, safe at any instant.
+
+    run.json        settings, fingerprint, commit, device; written once
+    results.jsonl   one line per finished cell: a Record or a Failure
+    steps.jsonl     losses, densities and churn, a line per Chunk of steps
+    latency.jsonl   measured inference times
+    weights/        the trained parameters and masks of the first seed
+    checkpoints/    a cell half done, so that long cells resume too
+    worker-N.log    what a worker process printed
+    lock            held (flock) by the process that writes
+
+Lines are only ever appended and carry a CRC; whole files are replaced
+atomically. A killed process can at worst leave a torn last line, which the
+next one cuts off and names.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import pathlib
+import socket
+from typing import Any
+
+from jaxpruner.compare import files, settings
+from jaxpruner.compare.cells import Cell, Group, cells_of, group
+from jaxpruner.compare.files import RunFolderError
+from jaxpruner.compare.records import (
+  Chunk,
+  Failure,
+  Latency,
+  Record,
+  SchemaError,
+  Stored,
+  result_from_json,
+)
+
+try:
+  import fcntl
+except ImportError:  # Windows has no flock: a second process is not refused.
+  fcntl = None
+
+FORMAT = 2  # of run.json; 1 had no fingerprint and no list of cells
+# The parts of run.json that decide the numbers: its fingerprint.
+FINGERPRINT = ("settings", "task", "data", "imports", "versions", "jax")
+
+
+@dataclasses.dataclass(frozen=True)
+class RunInfo(Stored):
+  """What run.json says.
+
+  Attributes:
+    settings: what was asked for (`ComparisonSettings.to_json`).
+    versions: of the packages, Python and the device.
+    task: the task's fields, defaults included.
+    data: SHA-256 of the data that was read.
+    imports: SHA-256 of the source of each module named by --import.
+    jax: the JAX settings that change numbers.
+    cells: algorithm, sparsity, order and title of its group, for each cell.
+    metric: the name of the metric in the table.
+    device: where it ran, for people.
+    commit: of the library's source.
+    command: that was typed.
+    started: when.
+    format: the version of this file.
+  """
+
+  settings: dict[str, Any]
+  versions: dict[str, str]
+  task: dict[str, Any] = dataclasses.field(default_factory=dict)
+  data: dict[str, str] = dataclasses.field(default_factory=dict)
+  imports: dict[str, str] = dataclasses.field(default_factory=dict)
+  jax: dict[str, str] = dataclasses.field(default_factory=dict)
+  cells: list[list] = dataclasses.field(default_factory=list)
+  metric: str = ""
+  device: str = ""
+  commit: str = ""
+  command: str = ""
+  started: str = ""
+  format: int = 1
+
+
+class RunFolder:
+  """The one writer of a run folder; use as a context manager.
+
+  Args:
+    path: the folder, which is made if it does not exist.
+
+  Raises:
+    RunFolderError: another process writes there, the folder cannot be made,
+      or one of its own files is a link.
+  """
+
+  def __init__(self, path: str | os.PathLike):
+    self.path = pathlib.Path(path)
+    self._lock = None
+
+  def __enter__(self) -> "RunFolder":
+    with files.explained(self.path):
+      self.path.mkdir(parents=True, exist_ok=True)
+    refuse_links(self.path)
+    # flock belongs to the open file: the system drops it when its holder
+    # dies, however it dies, so a dead process's lock needs no clean-up.
+    self._lock = files.open_own(self.path / "lock", "a+")
+    if fcntl is not None:
+      try:
+        fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+      except OSError as error:
+        self._lock.seek(0)
+        holder = self._lock.read().strip() or "another process"
+        self._lock.close()
+        raise RunFolderError(
+          f"{self.path} is in use by {holder}; wait for it, or choose "
+          "another --out"
+        ) from error
+    with files.explained(self.path):
+      self._lock.truncate(0)
+      self._lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+      self._lock.flush()
+    self._sweep()
+    for name in ("results.jsonl", "steps.jsonl", "latency.jsonl"):
+      files.cut_torn_line(self.path / name)
+    return self
+
+  def __exit__(self, *exc_info: object) -> None:
+    if self._lock is not None:
+      self._lock.close()
+
+  def _sweep(self) -> None:
+    """Delete temporary files of writers that were killed: the lock is ours."""
+    for folder in (self.path, self.path / "weights", self.path / "checkpoints"):
+      for left in folder.glob(".*.tmp"):
+        with contextlib.suppress(OSError):
+          left.unlink()
+
+  def open_run(self, info: RunInfo) -> None:
+    """Store what the run is, or check that the folder holds the same run.
+
+    Args:
+      info: of this run; its fingerprint decides the numbers.
+
+    Raises:
+      RunFolderError: the folder's fingerprint differs; all of what differs is
+        named, since one table cannot mix them.
+    """
+    path = self.path / "run.json"
+    if not path.exists():
+      content = json.dumps(info.to_json(), indent=2, sort_keys=True)
+      files.write_atomic(path, content.encode())
+      return
+    found = read_run(self.path)
+    if found.format < info.format:
+      raise RunFolderError(
+        f"{self.path} was made by an older version, which did not store what "
+        "decides its numbers; `jaxpruner report` still reads it. Choose "
+        "another --out, or delete that folder"
+      )
+    if differing := differences(found, info):
+      raise RunFolderError(
+        f"{self.path} was made with other inputs; one table cannot mix them: "
+        + "; ".join(differing)
+        + ". Choose another --out, or delete that folder"
+      )
+
+  def append(self, event: Chunk | Record | Failure | Latency) -> None:
+    """Append a line to the file the event belongs to."""
+    names = {Chunk: "steps.jsonl", Latency: "latency.jsonl"}
+    name = names.get(type(event), "results.jsonl")
+    files.append_line(self.path / name, event.to_json())
+
+
+def refuse_links(path: pathlib.Path) -> None:
+  """Raise if one of the folder's own files is a link."""
+  for entry in sorted(path.iterdir()):
+    if entry.is_symlink():
+      raise RunFolderError(
+        f"{entry}: is a link; a run folder's own files are not, and links are "
+        "not followed: delete it, or choose another --out"
+      )
+
+
+def differences(found: RunInfo, mine: RunInfo) -> list[str]:
+  """Name what differs between two fingerprints.
+
+  Returns:
+    texts such as "versions jax='0.10' there, '0.11' now".
+  """
+  named = []
+  for part in FINGERPRINT:
+    # Through JSON, as the stored side went: tuples become lists.
+    new = json.loads(json.dumps(getattr(mine, part)))
+    old = getattr(found, part)
+    named += [
+      f"{part} {key}={old.get(key)!r} there, {new.get(key)!r} now"
+      for key in sorted(new.keys() | old.keys())
+      if new.get(key) != old.get(key)
+    ]
+  return named
+
+
+def read_run(path: str | os.PathLike) -> RunInfo:
+  """Return what run.json of a run folder says, checked."""
+  file = pathlib.Path(path) / "run.json"
+  if not file.exists() and not file.is_symlink():
+    raise RunFolderError(f"{path}: no run.json, so not a run folder")
+  try:
+    with files.open_own(file, "rb") as opened:
+      info = RunInfo.from_json(json.loads(opened.read()), str(file))
+  except (OSError, ValueError, RecursionError) as error:
+    raise RunFolderError(
+      f"{file}: cannot be read ({error}); restore it, or start anew with "
+      "another --out"
+    ) from error
+  if info.format > FORMAT:
+    raise RunFolderError(
+      f"{file}: has format {info.format}, this version reads up to {FORMAT}; "
+      "use a newer jaxpruner"
+    )
+  return info
+
+
+def settings_of(info: RunInfo, path: str) -> settings.ComparisonSettings:
+  """Return a run's settings; nothing that they name is imported."""
+  where = f"{pathlib.Path(path) / 'run.json'}: settings"
+  try:
+    return settings.from_json(info.settings, where)
+  except ValueError as error:
+    raise RunFolderError(
+      f"{error}. What a run imported is not imported by reading it: if you "
+      "trust its modules, name them with --import"
+    ) from error
+
+
+def grouped_cells(info: RunInfo, path: str) -> list[tuple[Cell, Group]]:
+  """Return the cells of a run with their categories, as run.json has them."""
+  where = f"{pathlib.Path(path) / 'run.json'}: cells"
+  if info.format == 1:  # had no list: made anew from the settings
+    chosen = settings_of(info, path)
+    try:
+      settings.check_algorithms(chosen)
+      return [(cell, group(cell.algorithm)) for cell in cells_of(chosen)]
+    except ValueError as error:
+      raise RunFolderError(
+        f"{where}: {error}; if you trust the modules this run imported, name "
+        "them with --import"
+      ) from error
+  found = []
+  for item in info.cells:
+    kinds = [type(value) for value in item]
+    if kinds != [str, float, int, str]:
+      raise RunFolderError(
+        f"{where}: {item!r:.80} is not [algorithm, sparsity, order, title]"
+      )
+    found.append((Cell(*item[:2]), Group(*item[2:])))
+  return found
+
+
+def read_results(path: str | os.PathLike) -> dict[str, Record | Failure]:
+  """Return cell id -> its latest record."""
+  found = {}
+  for line in files.read_lines(pathlib.Path(path) / "results.jsonl"):
+    record = _checked(result_from_json, line)
+    found[Cell(record.algorithm, record.sparsity).id] = record
+  return found
+
+
+def read_steps(path: str | os.PathLike) -> dict[str, list[Chunk]]:
+  """Return cell id -> the chunks of its training, in order.
+
+  A cell that was interrupted repeats chunks; repeats are equal, and the last
+  one counts.
+  """
+  chunks: dict[str, dict[int, Chunk]] = {}
+  for line in files.read_lines(pathlib.Path(path) / "steps.jsonl"):
+    chunk = _checked(Chunk.from_json, line)
+    chunks.setdefault(chunk.cell, {})[chunk.start] = chunk
+  return {
+    cell: [found[start] for start in sorted(found)]
+    for cell, found in chunks.items()
+  }
+
+
+def read_latency(path: str | os.PathLike) -> dict[str, Latency]:
+  """Return cell id -> its measured inference time."""
+  lines = files.read_lines(pathlib.Path(path) / "latency.jsonl")
+  found = [_checked(Latency.from_json, line) for line in lines]
+  return {latency.cell: latency for latency in found}
+
+
+def _checked(read: Any, line: files.Line) -> Any:
+  try:
+    return read(line.value, line.where)
+  except SchemaError as error:
+    raise RunFolderError(
+      f"{error}; delete that line: only that record is computed again"
+    ) from error
