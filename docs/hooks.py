@@ -189,6 +189,8 @@ def on_page_markdown(markdown: str, **_) -> str:
     text = re.sub(r'(src|href)="docs/', r'\1="', text)
     text = text.replace("](notebooks/)", "](notebooks/quickstart.md)")
     # What is in the repository alone is no page here.
-    text = re.sub(r"^- \[(Examples|Contributing)\].*\n", "", text, flags=re.M)
+    text = re.sub(
+      r"^- \[(Examples|Contributing)\].*\n(  .*\n)*", "", text, flags=re.M
+    )
     markdown = markdown.replace("<!-- readme -->", text)
   return markdown

@@ -14,7 +14,15 @@ ROOT = pathlib.Path(jaxpruner.__file__).parent
 
 # Each layer may import those before it, and itself.
 CORE = [
-  {"_leaves", "_on_use", "engine", "program", "mask_calculator"},
+  {
+    "_deprecation",
+    "_leaves",
+    "_on_use",
+    "_tools",
+    "engine",
+    "program",
+    "mask_calculator",
+  },
   {"sparsity_types"},
   {"sparsity_distributions", "sparsity_schedules", "activations"},
   {"_state", "_checks", "_moments", "base_updater"},
@@ -27,7 +35,7 @@ BOTTOM = CORE[0] | CORE[1]
 # Stand beside the core: they know trees, masks and types, not algorithms.
 BESIDE = ("inspect", "utils", "plot", "sparse")
 # Live on public names alone.
-OUTSIDE = ("cli", "compare", "integrations", "tickets")
+OUTSIDE = ("__main__", "cli", "compare", "integrations", "tickets")
 
 
 def files(name):

@@ -85,8 +85,6 @@ from jaxpruner.sparsity_types import (
   Unstructured,
 )
 
-__version__ = "1.0.0"
-
 __all__ = [
   "ACDC",
   "DSR",
@@ -179,4 +177,9 @@ def __getattr__(name: str) -> Any:
   # Formats and files are imported on use: `import jaxpruner` stays light.
   if name in ("plot", "sparse", "post_training", "tickets"):
     return importlib.import_module(f"jaxpruner.{name}")
+  if name == "__version__":
+    # Looked up on use: reading the metadata of packages takes milliseconds.
+    from importlib import metadata
+
+    return metadata.version("jaxpruner")
   raise AttributeError(f"module 'jaxpruner' has no attribute {name!r}")
