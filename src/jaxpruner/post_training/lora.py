@@ -1,12 +1,11 @@
 """Low-rank fine-tuning of a pruned model that stays as sparse as it is."""
 
-import zlib
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxpruner import _leaves
+from jaxpruner import _leaves, _tools
 from jaxpruner._state import apply_mask
 
 
@@ -26,8 +25,7 @@ def add_lora(params: Any, masks: Any, rank: int, key: jax.Array) -> Any:
   Returns:
     Path -> {"a", "b"}; the parameters to train.
   """
-  if rank < 1:
-    raise ValueError(f"rank={rank!r} must be at least 1")
+  _tools.check_int("add_lora", "rank", rank)
   named, _ = _leaves.flatten_with_names(params)
   rows = _leaves.align(params, masks)
   factors = {}
@@ -37,7 +35,7 @@ def add_lora(params: Any, masks: Any, rank: int, key: jax.Array) -> Any:
     last = leaf.shape[-1]
     size = leaf.size // last
     # From the path: the order of leaves never matters.
-    own = jax.random.fold_in(key, zlib.crc32(_leaves.join(names).encode()))
+    own = jax.random.fold_in(key, _tools.path_hash(_leaves.join(names)))
     a = jax.random.normal(own, (size, rank))
     factors[_leaves.join(names)] = {
       "a": (a / jnp.sqrt(size)).astype(leaf.dtype),
