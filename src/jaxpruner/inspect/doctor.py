@@ -27,7 +27,16 @@ _Say: TypeAlias = Callable[[str, str], None]
 
 
 class Finding(NamedTuple):
-  """One thing that is wrong, in words, with its cure."""
+  """One thing that is wrong, in words, with its cure.
+
+  Attributes:
+    name: a short name of the mistake.
+    words: what was seen, and what to do.
+
+  Example:
+    >>> print(Finding("not wrapped", "pass the wrapped transformation"))
+    not wrapped: pass the wrapped transformation
+  """
 
   name: str
   words: str
@@ -37,7 +46,17 @@ class Finding(NamedTuple):
 
 
 class Checkup(NamedTuple):
-  """What `check` found; `ok` if nothing is wrong."""
+  """What `check` found; `ok` if nothing is wrong.
+
+  Attributes:
+    findings: the mistakes, in the order they were noticed.
+    sparsity: fraction of the prunable weights removed at the end.
+    steps: how many steps were run.
+
+  Example:
+    >>> print(Checkup((), 0.75, 12))
+    12 steps, 75.00% of the prunable weights removed: nothing is wrong
+  """
 
   findings: tuple[Finding, ...]
   sparsity: float

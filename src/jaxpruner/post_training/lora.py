@@ -24,6 +24,13 @@ def add_lora(params: Any, masks: Any, rank: int, key: jax.Array) -> Any:
 
   Returns:
     Path -> {"a", "b"}; the parameters to train.
+
+  Example:
+    >>> import jax, jax.numpy as jnp
+    >>> masks = {"w": jnp.ones((4, 2), jnp.uint8)}
+    >>> factors = add_lora({"w": jnp.ones((4, 2))}, masks, 1, jax.random.key(0))
+    >>> factors["w"]["a"].shape, factors["w"]["b"].shape
+    ((4, 1), (1, 2))
   """
   _tools.check_int("add_lora", "rank", rank)
   named, _ = _leaves.flatten_with_names(params)
@@ -51,6 +58,21 @@ def apply_lora(params: Any, masks: Any, factors: Any) -> Any:
 
   Differentiate a loss of this with respect to `factors`. The product is masked
   before it meets the weight, so what is trained is what `merge_lora` keeps.
+
+  Args:
+    params: the pruned parameters.
+    masks: their masks.
+    factors: the result of `add_lora`, trained or not.
+
+  Returns:
+    Parameters of the same structure, +0.0 where removed.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> params, masks = {"w": jnp.ones((1, 2))}, {"w": jnp.array([[1, 0]])}
+    >>> factors = {"w": {"a": jnp.ones((1, 1)), "b": jnp.full((1, 2), 3.0)}}
+    >>> apply_lora(params, masks, factors)["w"].tolist()
+    [[4.0, 0.0]]
   """
 
   def adapted(names, leaf, mask):
@@ -65,6 +87,14 @@ def apply_lora(params: Any, masks: Any, factors: Any) -> Any:
 
 def merge_lora(params: Any, masks: Any, factors: Any) -> Any:
   """Fold trained factors into the weights; pruned ones stay exactly +0.0.
+
+  Args:
+    params: the pruned parameters.
+    masks: their masks.
+    factors: the trained factors.
+
+  Returns:
+    Parameters of the same structure, as sparse as before.
 
   Example:
     >>> import jax, jax.numpy as jnp
