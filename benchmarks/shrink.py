@@ -66,7 +66,7 @@ def cnn(rng, sparsity):
     "stem": weights(rng, 3, 3, 3, width), "norm": norm(),
     "blocks": [block() for _ in range(3)], "head": weights(rng, width, 10),
   }  # fmt: skip
-  masks = jax.tree.map(lambda p: None, params)
+  masks = jax.tree.map(lambda _p: None, params)
   # Partners of one residual stream are pruned alike, inner channels freely.
   masks["stem"] = np.broadcast_to(shared, params["stem"].shape)
   for b, m in zip(params["blocks"], masks["blocks"], strict=True):
@@ -108,7 +108,7 @@ def transformer(rng, sparsity):
     }  # fmt: skip
 
   params = [block() for _ in range(4)]
-  masks = jax.tree.map(lambda p: None, params)
+  masks = jax.tree.map(lambda _p: None, params)
   for p, m in zip(params, masks, strict=True):
     m["v"] = channels(rng, p["v"], 1, sparsity, unit=head)
     m["up"] = channels(rng, p["up"], 1, sparsity)

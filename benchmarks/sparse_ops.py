@@ -418,7 +418,7 @@ def main() -> None:
 
 
 SECTIONS: dict[str, Callable[[float, Callable[[], float]], Any]] = {
-  "bounds": lambda budget, clock: bounds.bounds(),
+  "bounds": lambda _budget, _clock: bounds.bounds(),
   "call": call_cost,
   "models": models,
   "products": products,

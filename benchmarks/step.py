@@ -290,7 +290,7 @@ def kernel_cost() -> dict:
     least = np.min(times, 0)
     return 1e3 * float(least[1] - least[0]) / (many - few)
 
-  return {"scalar": slope(lambda i: i + 2.5), "equal": slope(lambda i: 2.5)}
+  return {"scalar": slope(lambda i: i + 2.5), "equal": slope(lambda _i: 2.5)}
 
 
 def memory(algorithms) -> list[dict]:

@@ -2,8 +2,8 @@
 
 A weight is scored by -w · ∂L/∂w: positive when the gradient step moves it away
 from zero. (The library's `movement` adds these up over training; Sanh et al.,
-2020.) Scores are all an algorithm needs; structures, schedules, exact counts and
-checkpoints come with the base class.
+2020.) Scores are all an algorithm needs; structures, schedules, exact counts
+and checkpoints come with the base class.
 
 Run: python examples/new_algorithm.py      (about 10 s)
 """

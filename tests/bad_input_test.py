@@ -175,7 +175,7 @@ for fn in (sparsity_distributions.uniform, sparsity_distributions.erk):
       repr(value),
     )
   bad(
-    functools.partial(call, filter_fn=lambda names, p: False),
+    functools.partial(call, filter_fn=lambda _names, _p: False),
     "filter_fn",
     "enc/kernel",
   )
@@ -188,7 +188,7 @@ for fn in (sparsity_distributions.uniform, sparsity_distributions.erk):
   ):
     bad(
       functools.partial(
-        fn, {"a": {"odd": leaf}}, 0.5, filter_fn=lambda names, p: True
+        fn, {"a": {"odd": leaf}}, 0.5, filter_fn=lambda _names, _p: True
       ),
       "a/odd",
       told,
@@ -436,13 +436,13 @@ bad(
   "did you mean 'dec/kernel'",
 )
 bad(
-  lambda: wrapped(sparsity_type=lambda names, p: "2:4").init(PARAMS),
+  lambda: wrapped(sparsity_type=lambda _names, _p: "2:4").init(PARAMS),
   "sparsity_type",
   "2:4",
   "kernel",
 )
 bad(
-  lambda: wrapped(sparsity_type=lambda names, p: None).init(PARAMS),
+  lambda: wrapped(sparsity_type=lambda _names, _p: None).init(PARAMS),
   "sparsity_type",
   "None",
   "kernel",
@@ -511,7 +511,7 @@ def rewire(grads):
   state = jaxpruner.SparseState(
     masks=MASKS,
     inner_state=optax.sgd(0.1).init(PARAMS),
-    target_sparsities=jax.tree.map(lambda m: jnp.float32(0.5), MASKS),
+    target_sparsities=jax.tree.map(lambda _m: jnp.float32(0.5), MASKS),
     count=jnp.array(1),
     key=jnp.zeros(2, jnp.uint32),
     skipped=jnp.zeros(2, jnp.int32),
@@ -570,9 +570,9 @@ bad(
   "structure",
 )
 bad(
-  lambda: pruner(topk_fn=lambda scores, sparsity: jnp.ones(3)).instant_sparsify(
-    PARAMS
-  ),
+  lambda: pruner(
+    topk_fn=lambda _scores, _sparsity: jnp.ones(3)
+  ).instant_sparsify(PARAMS),
   "dec/kernel",
   "(3,)",
 )
@@ -740,11 +740,11 @@ for value in ("magnitude", None, algorithms.MagnitudePruning):
     repr(value)[:20],
   )
 for field, value in (
-  ("sparsity_distribution_fn", lambda params: None),
+  ("sparsity_distribution_fn", lambda _params: None),
   ("sparsity_distribution_fn", None),
   ("topk_fn", mask_calculator.topk_mask_calculator),
   ("rng_seed", np.zeros(2, np.uint32)),
-  ("sparsity_type", lambda names, p: sparsity_types.Unstructured()),
+  ("sparsity_type", lambda _names, _p: sparsity_types.Unstructured()),
 ):
   bad(
     lambda field=field, value=value: jaxpruner.config_from_updater(

@@ -31,7 +31,7 @@ def run(monkeypatch, tmp_path):
 
 
 def test_engine(run):
-  text = run("engine", "--most", "3000", peak=lambda case: 0.0)
+  text = run("engine", "--most", "3000", peak=lambda _case: 0.0)
   assert "| float32 | 3e+03 |" in text
   assert "| bfloat16 | 3e+03 |" in text
 

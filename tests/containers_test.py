@@ -255,7 +255,7 @@ def test_other_leaves_stay_as_they_are():
     "temperature": 0.25,
     "empty": jnp.zeros((0, 3)),
   }
-  only = lambda names, p: names[-1] == "kernel"
+  only = lambda names, _p: names[-1] == "kernel"
   updater = pruner(filter_fn=only)
   for use in (updater.instant_sparsify, jax.jit(updater.instant_sparsify)):
     pruned, masks = use(params)
@@ -313,7 +313,7 @@ UNPRUNABLE = {
   ),
   "complex": (
     {"x": {"kernel": jnp.ones((2, 2), jnp.complex64)}},
-    {"filter_fn": lambda names, p: True},
+    {"filter_fn": lambda _names, _p: True},
     "x/kernel",
   ),
   "indivisible groups": (

@@ -2,12 +2,14 @@
 
 import doctest
 import importlib
+import inspect
 import pathlib
 import re
 import runpy
 import sys
 
 import pytest
+import undocumented
 
 import jaxpruner
 
@@ -60,21 +62,21 @@ def test_readme_shows_the_main_job_and_the_tests():
   assert len(re.findall(r"^python3 -m venv .*pytest", text, re.M)) == 1
 
 
-def hooks():
-  return runpy.run_path(str(ROOT / "docs" / "hooks.py"))
+def site():
+  return runpy.run_path(str(ROOT / "tools" / "site.py"))
 
 
 @pytest.mark.parametrize("name", jaxpruner.all_algorithm_names())
 @pytest.mark.filterwarnings("ignore:.*will never")
 def test_the_example_of_a_gallery_page_runs(name, capsys):
-  page = hooks()["gallery_page"](name)
+  page = site()["gallery_page"](name)
   (block,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
   exec(compile(block, name, "exec"), {})
   assert "prunable" in capsys.readouterr().out
 
 
 def test_every_algorithm_has_a_page_with_its_formula_and_paper():
-  pages = hooks()["gallery"]()
+  pages = site()["gallery"]()
   for name in jaxpruner.all_algorithm_names():
     page = pages[f"gallery/{name}.md"]
     assert f"[`{name}`]({name}.md)" in pages["gallery/index.md"]
@@ -88,9 +90,112 @@ def test_every_algorithm_has_a_page_with_its_formula_and_paper():
 
 
 def test_links_between_pages_lead_somewhere():
-  made = {str(ROOT / "docs" / path) for path in hooks()["gallery"]()}
+  made = {str(ROOT / "docs" / path) for path in site()["gallery"]()}
   for page in PAGES:
     for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
       if not target.startswith("http"):
         path = (page.parent / target).resolve()
         assert path.exists() or str(path) in made, f"{page.name}: {target}"
+
+
+# What a user imports from. A module without `__all__` exports what it defines.
+EXPORTERS = [
+  "jaxpruner",
+  "jaxpruner.activations",
+  "jaxpruner.algorithms",
+  "jaxpruner.criteria",
+  "jaxpruner.mask_calculator",
+  "jaxpruner.metrics",
+  "jaxpruner.plot",
+  "jaxpruner.post_training",
+  "jaxpruner.post_training.models",
+  "jaxpruner.redistribution",
+  "jaxpruner.report",
+  "jaxpruner.sparse",
+  "jaxpruner.sparsity_distributions",
+  "jaxpruner.sparsity_schedules",
+  "jaxpruner.sparsity_types",
+  "jaxpruner.structures",
+  "jaxpruner.tickets",
+  "jaxpruner.transforms",
+]
+
+
+def names_of(exporter):
+  module = importlib.import_module(exporter)
+  if hasattr(module, "__all__"):
+    return list(module.__all__)
+  return [
+    name
+    for name, value in vars(module).items()
+    if not name.startswith("_")
+    and getattr(value, "__module__", None) == module.__name__
+    and (inspect.isfunction(value) or inspect.isclass(value))
+  ]
+
+
+def documented_objects():
+  """The objects that the API pages show: named, or in a module named."""
+  resolve = site()["resolve_text"]
+  shown = []
+  for page in (ROOT / "docs" / "api").glob("*.md"):
+    for path in re.findall(r"^::: (\S+)$", page.read_text(), re.M):
+      found = resolve(path)[1]
+      shown.append(found)
+      if inspect.ismodule(found):
+        members = vars(found).items()
+        shown += [value for name, value in members if not name.startswith("_")]
+  return shown
+
+
+def test_every_exported_name_is_on_an_api_page():
+  shown = {id(value) for value in documented_objects()}
+  missing = [
+    f"{exporter}.{name}"
+    for exporter in EXPORTERS
+    for name in names_of(exporter)
+    for value in [getattr(importlib.import_module(exporter), name)]
+    # A module is shown by the names in it, which have exporters of their own.
+    if id(value) not in shown and not inspect.ismodule(value)
+  ]
+  assert not missing, f"no `::: name` on a page of docs/api/: {missing}"
+
+
+def test_every_api_page_is_in_the_navigation_and_names_what_exists():
+  nav = (ROOT / "mkdocs.yml").read_text()
+  for page in (ROOT / "docs" / "api").glob("*.md"):
+    assert f"api/{page.name}" in nav
+    for path in re.findall(r"^::: (\S+)$", page.read_text(), re.M):
+      # Bridges to frameworks that are not installed cannot be imported.
+      if ".integrations." not in path:
+        site()["resolve"](path)
+
+
+def lacks(value):
+  """What the docstring of an exported function or class lacks."""
+  text = inspect.getdoc(value) or ""
+  lacking = [] if ">>>" in text else ["an example"]
+  if inspect.isfunction(value):
+    signature = inspect.signature(value)
+    taken = [p for p in signature.parameters.values() if p.kind not in (2, 4)]
+    if len(taken) >= 2 and not re.search(r"^Args:$", text, re.M):
+      lacking.append("Args")
+    returns = signature.return_annotation is not None
+    if len(taken) >= 2 and returns and not re.search(r"^Returns:$", text, re.M):
+      lacking.append("Returns")
+  return lacking
+
+
+@pytest.mark.parametrize("exporter", EXPORTERS)
+def test_every_exported_name_says_args_returns_and_an_example(exporter):
+  module = importlib.import_module(exporter)
+  home = exporter.split(".")[0]
+  lacking = {}
+  for name in names_of(exporter):
+    value = getattr(module, name)
+    is_code = inspect.isfunction(value) or inspect.isclass(value)
+    if is_code and value.__module__.split(".")[0] == home and lacks(value):
+      lacking[name] = lacks(value)
+  for name in undocumented.NAMES.get(exporter, ()):
+    lacking.pop(name, None)
+  assert not lacking, f"{exporter}: docstrings without {lacking}"

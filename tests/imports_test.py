@@ -15,9 +15,11 @@ ROOT = pathlib.Path(jaxpruner.__file__).parent
 # Each layer may import those before it, and itself.
 CORE = [
   {
+    "_deprecation",
     "_leaves",
     "_on_use",
     "_registry",
+    "_tools",
     "engine",
     "program",
     "mask_calculator",
@@ -34,7 +36,14 @@ BOTTOM = CORE[0] | CORE[1]
 # Stand beside the core: they know trees, masks and types, not algorithms.
 BESIDE = ("inspect", "utils", "plot", "sparse")
 # Live on public names alone.
-OUTSIDE = ("cli", "compare", "data_command", "integrations", "tickets")
+OUTSIDE = (
+  "__main__",
+  "cli",
+  "compare",
+  "data_command",
+  "integrations",
+  "tickets",
+)
 
 
 def files(name):

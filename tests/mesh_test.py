@@ -163,7 +163,7 @@ def test_structured_masks_are_the_same_on_eight_devices(structure, kind):
     "magnitude",
     sparsity_type=structure,
     sparsity=0.5,
-    filter_fn=lambda names, p: names == ("a", "kernel"),
+    filter_fn=lambda names, _p: names == ("a", "kernel"),
   )
   masks = [
     jax.jit(pruner.instant_sparsify)(place(tree(0), k))[1] for k in (None, kind)

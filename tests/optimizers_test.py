@@ -176,7 +176,7 @@ CASES = {
   ),
   "outer_inject_hyperparams": Case(
     adam,
-    lambda u, tx: optax.inject_hyperparams(
+    lambda u, _tx: optax.inject_hyperparams(
       lambda rate: u.wrap_optax(optax.adam(rate))
     )(rate=0.05),
   ),

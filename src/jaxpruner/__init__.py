@@ -47,8 +47,6 @@ from jaxpruner.sparsity_types import (
   register_sparsity_type,
 )
 
-__version__ = "1.0.0"
-
 # Imported on first use: `import jaxpruner` stays light.
 _ON_USE = ("plot", "post_training", "sparse", "tickets")
 
@@ -109,4 +107,9 @@ sys.modules[f"{__name__}.report"] = report
 def __getattr__(name: str) -> Any:
   if name in _ON_USE:
     return importlib.import_module(f"jaxpruner.{name}")
+  if name == "__version__":
+    # Looked up on use: reading the metadata of packages takes milliseconds.
+    from importlib import metadata
+
+    return metadata.version("jaxpruner")
   raise AttributeError(f"module 'jaxpruner' has no attribute {name!r}")

@@ -16,7 +16,7 @@ except ImportError as error:
     "jaxpruner.plot needs matplotlib: pip install 'jaxpruner[plot]'"
   ) from error
 
-from jaxpruner import _leaves, mask_calculator
+from jaxpruner import _leaves, _tools, mask_calculator
 from jaxpruner._state import PyTree, find_state
 
 # Okabe and Ito's palette, then Tol's: distinct to colour-blind readers.
@@ -220,7 +220,7 @@ def evolution(
   first = next(iter(series.values()))
   if leaf is not None and leaf not in first:
     raise ValueError(
-      f"leaf={leaf!r} has no mask; {_leaves.nearest(leaf, first)}"
+      f"leaf={leaf!r} has no mask; {_tools.nearest(leaf, first)}"
     )
   leaf = leaf or next(iter(first))
   steps = list(series)

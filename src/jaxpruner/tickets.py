@@ -28,6 +28,11 @@ class Ticket(NamedTuple):
     masks: what is kept.
     start: the weights from which this mask was trained.
     sparsities: the sparsity of every round's training, the dense one first.
+
+  Example:
+    >>> ticket = Ticket({"w": 0.5}, {"w": 1}, {"w": 0.1}, (0.0, 0.2))
+    >>> ticket.sparsities[-1]
+    0.2
   """
 
   params: PyTree
@@ -39,8 +44,16 @@ class Ticket(NamedTuple):
 def rounds(sparsity: float, fraction: float = 0.2) -> list[float]:
   """Return the sparsities of iterative pruning, the request exactly at last.
 
-  >>> [round(s, 3) for s in rounds(0.5)]
-  [0.2, 0.36, 0.488, 0.5]
+  Args:
+    sparsity: fraction removed after the last round.
+    fraction: part of the remaining weights removed per round.
+
+  Returns:
+    The sparsity after each round.
+
+  Example:
+    >>> [round(s, 3) for s in rounds(0.5)]
+    [0.2, 0.36, 0.488, 0.5]
   """
   if not 0 < sparsity < 1 or not 0 < fraction < 1:
     raise ValueError(
@@ -86,6 +99,16 @@ def find_ticket(
       leaves together, by |w|.
     folder: where finished rounds are kept, so that an interrupted search goes
       on after the last of them.
+
+  Returns:
+    The ticket: trained weights, their masks, and where they started.
+
+  Example:
+    >>> train = lambda params, masks, start, stop: params
+    >>> params = {"w": jnp.arange(1.0, 9.0).reshape(2, 4)}
+    >>> ticket = find_ticket(train, params, 0.5, fraction=0.3)
+    >>> ticket.masks["w"].tolist()
+    [[0, 0, 0, 0], [1, 1, 1, 1]]
   """
   if rewind not in _REWINDS:
     raise ValueError(
@@ -169,7 +192,19 @@ def _select(params: PyTree, masks: PyTree) -> PyTree:
 
 
 def mask_distance(one: PyTree, other: PyTree) -> float:
-  """Return the share of weights on which two masks differ."""
+  """Return the share of weights on which two masks differ.
+
+  Args:
+    one: masks; `None` leaves are left out.
+    other: masks of the same parameters.
+
+  Returns:
+    The Hamming distance divided by the number of weights.
+
+  Example:
+    >>> mask_distance({"w": np.array([1, 0])}, {"w": np.array([1, 1])})
+    0.5
+  """
   pairs = list(zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True))
   size = sum(np.size(a) for a, _ in pairs)
   differ = sum(
@@ -185,9 +220,14 @@ class EarlyBird:
   among the last `window` masks falls below `tolerance`, dense training has
   done its part and the ticket can be drawn.
 
-  >>> bird = EarlyBird(window=2, tolerance=0.3)
-  >>> [bird.settled({"w": np.array(m)}) for m in ([1, 0], [0, 1], [0, 1])]
-  [False, False, True]
+  Args:
+    window: how many masks are compared.
+    tolerance: the largest distance of masks that have settled.
+
+  Example:
+    >>> bird = EarlyBird(window=2, tolerance=0.3)
+    >>> [bird.settled({"w": np.array(m)}) for m in ([1, 0], [0, 1], [0, 1])]
+    [False, False, True]
   """
 
   def __init__(self, window: int = 5, tolerance: float = 0.1):
@@ -214,7 +254,18 @@ def average(
   """Return the mean of networks that share one mask (Yin et al., 2022).
 
   Zeros of all are zeros of the mean; running statistics such as those of batch
-  norm must be gathered anew.
+  norm must be gathered again.
+
+  Args:
+    snapshots: trees of parameters of one structure.
+    weights: how much each counts; equally by default.
+
+  Returns:
+    The weighted mean, leaf by leaf, computed in float32.
+
+  Example:
+    >>> average([{"w": jnp.array([0.0, 2.0])}, {"w": jnp.array([0.0, 4.0])}])
+    {'w': Array([0., 3.], dtype=float32)}
   """
   if not snapshots:
     raise ValueError("average: snapshots is empty; pass at least one")
@@ -242,6 +293,20 @@ def superpose(
 
   Sup-tickets: the mean of `(params, masks)` pairs, pruned back by |w| to as
   many weights per leaf as the first has.
+
+  Args:
+    tickets: pairs of parameters and masks.
+    weights: how much each counts; equally by default.
+
+  Returns:
+    The mixed parameters, zero where removed, and their masks.
+
+  Example:
+    >>> one = {"w": jnp.array([4.0, 0.0])}, {"w": jnp.array([1, 0])}
+    >>> two = {"w": jnp.array([0.0, 2.0])}, {"w": jnp.array([0, 1])}
+    >>> params, masks = superpose([one, two])
+    >>> params["w"].tolist(), masks["w"].tolist()
+    ([2.0, 0.0], [1, 0])
   """
   mixed = average([params for params, _ in tickets], weights)
   first = tickets[0][1]

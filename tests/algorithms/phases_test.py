@@ -170,7 +170,7 @@ def test_phases_out_of_order_are_refused(phases, reason):
 
 
 def test_phases_must_prune_the_same_leaves():
-  fewer = {**RIGL, "filter_fn": lambda names, p: names == ("in", "kernel")}
+  fewer = {**RIGL, "filter_fn": lambda names, _p: names == ("in", "kernel")}
   pruner = make((0, GRADUAL), (4, fewer))
   with pytest.raises(ValueError, match=r"leaves out 'out/kernel'.*filter_fn"):
     pruner.init_state(make_params())

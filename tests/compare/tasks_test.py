@@ -132,7 +132,7 @@ def test_evaluation_counts_every_example_once():
 
 
 def test_one_local_step_of_one_client_is_its_gradient():
-  loss = lambda w, batch, key: ((w - batch) ** 2).sum()
+  loss = lambda w, batch, _key: ((w - batch) ** 2).sum()
   w = jnp.array([1.0, 2.0])
   batch = jnp.array([[[0.5, 0.5]]])  # one client, one step
   value, change = fed_fashion.federated_gradient(

@@ -167,7 +167,7 @@ def test_schedules_follow_the_documented_rule(config, scheduler):
 
 
 def test_distributions_and_filters_are_passed_on():
-  takes_heads = lambda names, param: names[-1] == "head"
+  takes_heads = lambda names, _param: names[-1] == "head"
   made = create(
     {
       "algorithm": "magnitude",

@@ -229,7 +229,7 @@ def test_a_key_and_its_bits_are_one_seed(seed):
 
 def test_what_json_cannot_hold_is_refused():
   updater = jaxpruner.MagnitudePruning(
-    sparsity_distribution_fn=lambda params: None
+    sparsity_distribution_fn=lambda _params: None
   )
   with pytest.raises(ValueError, match="JSON"):
     jaxpruner.config_from_updater(updater)

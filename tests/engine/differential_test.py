@@ -168,7 +168,7 @@ def test_rigl_drops_and_grows_units_of_every_kind(kind, tree):
 
 # How weights are pooled to units, and units spread to weights.
 POOLS = {
-  "unstructured": (lambda x: x, lambda units, shape: units),
+  "unstructured": (lambda x: x, lambda units, _shape: units),
   "block_2,3": (
     lambda x: reference.block_scores(x, (2, 3), True),
     lambda units, shape: reference.spread_blocks(units, shape, (2, 3)),

@@ -17,7 +17,7 @@ def randomize(params, seed=0):
 
 
 def nothing_masked(params):
-  return jax.tree.map(lambda p: None, params)
+  return jax.tree.map(lambda _p: None, params)
 
 
 def mask_axis(param, axis, kept):

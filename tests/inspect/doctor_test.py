@@ -208,7 +208,7 @@ def test_dense_parameters_for_evaluation_are_found(name):
   tx = make_updater(name).wrap_optax(SGD)
   dense = make_params()
   checkup = jaxpruner.check(
-    tx, dense, grads=gradients, eval_params=lambda params, _: dense
+    tx, dense, grads=gradients, eval_params=lambda _params, _: dense
   )
   assert names(checkup) == ["dense eval params"]
   call = "pre_forward" if name.endswith("ste") else "post_gradient"

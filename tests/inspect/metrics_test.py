@@ -81,7 +81,7 @@ def test_metrics_are_scalars_under_jit_and_named_by_leaf():
 def test_leaves_with_hardly_a_weight_are_named():
   pruner = jaxpruner.MagnitudePruning(
     scheduler=jaxpruner.sparsity_schedules.OneShotSchedule(0),
-    sparsity_distribution_fn=lambda p: {"a": 0.99, "b": 0.5},
+    sparsity_distribution_fn=lambda _p: {"a": 0.99, "b": 0.5},
   )
   tx = pruner.wrap_optax(optax.sgd(0.1))
   params = {"a": jnp.ones((20, 10)), "b": jnp.ones((4, 4))}

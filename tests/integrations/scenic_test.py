@@ -19,7 +19,7 @@ def test_scenics_optimizer_ends_exactly_sparse():
   params = {"dense": {"kernel": jax.random.normal(jax.random.key(0), (8, 16))}}
   tx = scenic.get_optimizer(
     ml_collections.ConfigDict({"optimizer": "momentum"}),
-    lambda step: 0.05,
+    lambda _step: 0.05,
     params,
     {"algorithm": "magnitude", "sparsity": SPARSITY, "total_steps": STEPS},
   )

@@ -57,7 +57,7 @@ def test_llama_is_causal_and_knows_positions():
 
 
 def test_perplexity_of_a_uniform_guess_is_the_vocabulary():
-  flat = lambda params, ids: jnp.zeros((*ids.shape, 10))
+  flat = lambda _params, ids: jnp.zeros((*ids.shape, 10))
   rows = evaluation.windows(range(9), 4)
   assert rows.shape == (2, 4)
   assert evaluation.perplexity(flat, {}, rows) == pytest.approx(10)
@@ -203,7 +203,7 @@ def test_the_command_prunes_saves_and_compares(tmp_path, monkeypatch, capsys):
     Bytes(),
     16,
   )
-  entry = zoo.Entry("tiny", llama.STORIES, lambda folder: model)
+  entry = zoo.Entry("tiny", llama.STORIES, lambda _folder: model)
   monkeypatch.setitem(zoo.MODELS, "tiny", entry)
   text = tmp_path / "text.txt"
   text.write_text("A small text that says a few things, again and again. " * 40)

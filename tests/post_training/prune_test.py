@@ -110,7 +110,7 @@ def test_a_scanned_stack_is_pruned_like_its_layers():
       x = jnp.tanh(x @ w)
     return x
 
-  options = dict(method="sparsegpt", filter_fn=lambda names, leaf: True)
+  options = dict(method="sparsegpt", filter_fn=lambda _names, _leaf: True)
   one, _, _ = prune(scanned, stack, BATCHES, **options)
   many, _, _ = prune(plain, list(stack), BATCHES, **options)
   np.testing.assert_array_equal(one != 0, np.stack(many) != 0)
@@ -175,7 +175,7 @@ def test_an_interrupted_run_continues_where_it_was(tmp_path):
   solved = []
   again, other, report = prune(
     mlp, params, BATCHES, folder=tmp_path,
-    progress=lambda done, total, name: solved.append(name),
+    progress=lambda _done, _total, name: solved.append(name),
   )  # fmt: skip
   assert solved == ["a/w", "c/w"] and len(report.layers) == 2
   assert len(list(tmp_path.glob("*.safetensors"))) == 2
@@ -359,7 +359,7 @@ def test_experts_are_groups_of_their_own():
   w = jnp.asarray(rng.normal(size=(2, 16, 8)), jnp.float32)
   apply_fn = lambda w, x: jnp.einsum("ebi,eio->ebo", x, w)
   x = np.stack([DATA, 3 * DATA[::-1]])
-  filter_fn = lambda names, leaf: True
+  filter_fn = lambda _names, _leaf: True
   model = calibration.Model(apply_fn, w, [x], filter_fn)
   (part,) = model.parts
   assert isinstance(part, _graph.Part)
@@ -384,7 +384,7 @@ def test_elements_are_counted_only_where_a_weight_is_used_twice(monkeypatch):
     y = x @ p["once"]
     return y @ p["twice"] + jax.nn.relu(y) @ p["twice"]
 
-  filter_fn = lambda names, leaf: True
+  filter_fn = lambda _names, _leaf: True
   model = calibration.Model(apply_fn, params, [DATA], filter_fn)
   assert [part.shape for part in model.parts] == [(1, 16, 8), (1, 8, 8)]
   assert asked == [(8, 8)] * 2

@@ -126,7 +126,7 @@ def test_calls_scans_and_casts_are_entered():
   def halved(w, x):
     return x @ w / 2
 
-  halved.defvjp(lambda w, x: (x @ w / 2, None), lambda r, g: (None, None))
+  halved.defvjp(lambda w, x: (x @ w / 2, None), lambda _r, _g: (None, None))
 
   def model(params, x):
     x, _ = jax.lax.scan(
@@ -305,7 +305,7 @@ def test_the_real_timer_takes_turns():
 
 
 def test_without_the_kernel_unstructured_weights_stay_dense(monkeypatch):
-  monkeypatch.setattr(kernels, "load", lambda name: None)
+  monkeypatch.setattr(kernels, "load", lambda _name: None)
   _, layers, _ = run(mlp, MLP, normal(3, 128))
   assert {l.format for l in layers.values()} == {"dense"}
 

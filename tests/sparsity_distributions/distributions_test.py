@@ -188,7 +188,7 @@ def test_an_unknown_path_raises_and_names_the_nearest(
 @hypothesis.given(trees, sparsities, distributions)
 def test_a_filter_that_matches_nothing_raises(shapes, sparsity, distribution):
   with pytest.raises(ValueError, match="filter_fn matches no leaf"):
-    distribution(tree_of(shapes), sparsity, filter_fn=lambda n, p: False)
+    distribution(tree_of(shapes), sparsity, filter_fn=lambda _n, _p: False)
 
 
 @hypothesis.given(

@@ -245,7 +245,7 @@ def test_a_sparsity_that_contradicts_n_by_m_raises(n, extra, sparsity):
   hypothesis.assume(abs(sparsity - kind.sparsity) > 1e-5)
   pruner = jaxpruner.MagnitudePruning(
     sparsity_type=kind,
-    sparsity_distribution_fn=lambda params: {"kernel": sparsity},
+    sparsity_distribution_fn=lambda _params: {"kernel": sparsity},
   )
   params = {"kernel": np.ones((n + extra, 2), np.float32)}
   with pytest.raises(

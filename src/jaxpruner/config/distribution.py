@@ -48,7 +48,7 @@ def build(
     return {}
   options = _options(config, name, distribution)
   for key in options:
-    _CHECKS.get(key, lambda value: None)(options[key])
+    _CHECKS.get(key, lambda _: None)(options[key])
   sparsity = config.get("sparsity")
   if sparsity is None and knows_sparsity(sparsity_type):
     if not options and "dist_type" not in config:

@@ -158,7 +158,7 @@ class _Count:
     return self.other + sum(self.leaves.values())
 
   def run(self, traced: Any, owners: Sequence[str | None]) -> list[Any]:
-    return program.run(traced, owners, self.visit, constant=lambda var: None)
+    return program.run(traced, owners, self.visit, constant=lambda _: None)
 
   def enter(self, body: Any, owners: Sequence[str | None], times: float = 1):
     """Return the count of a body that runs `times` as often."""

@@ -6,7 +6,7 @@ dense. `check` takes the loop's own parts and looks at what comes out of them.
 
 import warnings
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -20,10 +20,23 @@ from jaxpruner._state import PyTree, SparseState, find_state, unpack_mask
 _HORIZON = 1 << 16
 # Accumulating wrappers pass on one step of several.
 _PATIENCE = 64
+# After these, the state says nothing about the rest of the training.
+_FATAL = ("params not passed", "update fails")
+
+_Say: TypeAlias = Callable[[str, str], None]
 
 
 class Finding(NamedTuple):
-  """One thing that is wrong, in words, with its cure."""
+  """One thing that is wrong, in words, with its cure.
+
+  Attributes:
+    name: a short name of the mistake.
+    words: what was seen, and what to do.
+
+  Example:
+    >>> print(Finding("not wrapped", "pass the wrapped transformation"))
+    not wrapped: pass the wrapped transformation
+  """
 
   name: str
   words: str
@@ -33,7 +46,17 @@ class Finding(NamedTuple):
 
 
 class Checkup(NamedTuple):
-  """What `check` found; `ok` if nothing is wrong."""
+  """What `check` found; `ok` if nothing is wrong.
+
+  Attributes:
+    findings: the mistakes, in the order they were noticed.
+    sparsity: fraction of the prunable weights removed at the end.
+    steps: how many steps were run.
+
+  Example:
+    >>> print(Checkup((), 0.75, 12))
+    12 steps, 75.00% of the prunable weights removed: nothing is wrong
+  """
 
   findings: tuple[Finding, ...]
   sparsity: float
@@ -97,7 +120,49 @@ def check(
     not outermost
   """
   found: list[Finding] = []
-  say = lambda name, words: found.append(Finding(name, words))
+  say: _Say = lambda name, words: found.append(Finding(name, words))
+  opt_state = _check_init(say, tx, params)
+  if opt_state is None:
+    return Checkup(tuple(found), 0.0, 0)
+  if pruner is None:
+    pruner = _find_updater(tx.update)
+  _check_start(say, pruner, params, find_state(opt_state))
+  visits, last = _visits(pruner, total_steps, max_steps)
+  run = step or _plain_step(tx, grads)
+  course = _Course(params, opt_state, 0, False)
+  for count in visits:
+    course = _advance(say, run, course, count)
+    if not course.stopped and (pruner is None or pruner.holds_zeros):
+      course = _check_zeros(say, course, step)
+    if course.stopped:
+      break
+  params, opt_state, done, _ = course
+  result = lambda: Checkup(tuple(found), _removed(params, opt_state), done)
+  if found and found[-1].name in _FATAL:
+    return result()
+  state = find_state(opt_state)
+  _check_finite(say, state)
+  _check_rise(say, pruner, params, state, last, total_steps)
+  if reload is not None:
+    _check_reload(say, state, reload(opt_state))
+  if eval_params is not None:
+    _check_eval(say, pruner, eval_params(params, opt_state), state)
+  return result()
+
+
+class _Course(NamedTuple):
+  """Where the trial training stands; `stopped` if it cannot go on."""
+
+  params: PyTree
+  opt_state: PyTree
+  done: int
+  stopped: bool
+
+
+def _check_init(
+  say: _Say, tx: optax.GradientTransformation, params: PyTree
+) -> PyTree:
+  """Return the first optimizer state, or None if there is nothing to follow."""
   with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     opt_state = tx.init(params)
@@ -110,22 +175,25 @@ def check(
       f"tx.init(params) holds {len(states)} sparse states, one is needed; pass "
       "the transformation that pruner.wrap_optax(tx) returns, once",
     )
-    return Checkup(tuple(found), 0.0, 0)
-  if pruner is None:
-    pruner = _find_updater(tx.update)
+    return None
   if not jax.tree.leaves(states[0].masks):
     say(
       "nothing to prune",
       "no leaf of params has a mask; the distribution's filter_fn leaves all "
       "out, or the params tx sees are hidden by optax.masked or a partition",
     )
-    return Checkup(tuple(found), 0.0, 0)
-  holds = pruner is None or pruner.holds_zeros
+    return None
+  return opt_state
+
+
+def _check_start(
+  say: _Say, pruner: Any, params: PyTree, state: SparseState
+) -> None:
   if (
     pruner is not None
     and pruner.category.start == "sparse-to-sparse"
-    and holds
-    and _dense_somewhere(params, states[0])
+    and pruner.holds_zeros
+    and _dense_somewhere(params, state)
   ):
     say(
       "starts dense",
@@ -133,46 +201,47 @@ def check(
       "dense; call params = pruner.post_gradient_update(params, opt_state) "
       "once after tx.init",
     )
-  run: Any = step or _plain_step(tx, grads)
-  visits, last = _visits(pruner, total_steps, max_steps)
-  done = 0
-  for count in visits:
-    before = count
-    for _ in range(_PATIENCE):
-      opt_state = _set_clock(opt_state, count)
-      try:
-        params, opt_state = run(params, opt_state)
-      except ValueError as error:
-        known = "needs params" in str(error)
-        say("params not passed" if known else "update fails", str(error))
-        return Checkup(tuple(found), _removed(params, opt_state), done)
-      done += 1
-      before = int(find_state(opt_state).count)
-      if before != count:
-        break
-    if before == count:
-      say(
-        "the clock stands still",
-        f"{_PATIENCE} steps never advanced the pruner's count; step must "
-        "return the new opt_state, and the wrapper must see its updates",
-      )
-      break
-    if holds and (where := _escaped(params, find_state(opt_state))):
-      say(*_why_escaped(opt_state, step, where))
-      break
-  state = find_state(opt_state)
-  if state.skipped is not None and np.sum(np.asarray(state.skipped)):
+
+
+def _advance(say: _Say, run: Any, course: _Course, count: int) -> _Course:
+  """Train at one value of the pruner's clock, until the clock advances."""
+  params, opt_state, done, _ = course
+  for _ in range(_PATIENCE):
+    opt_state = _set_clock(opt_state, count)
+    try:
+      params, opt_state = run(params, opt_state)
+    except ValueError as error:
+      known = "needs params" in str(error)
+      say("params not passed" if known else "update fails", str(error))
+      return _Course(params, opt_state, done, True)
+    done += 1
+    if int(find_state(opt_state).count) != count:
+      return _Course(params, opt_state, done, False)
+  say(
+    "the clock stands still",
+    f"{_PATIENCE} steps never advanced the pruner's count; step must "
+    "return the new opt_state, and the wrapper must see its updates",
+  )
+  return _Course(params, opt_state, done, True)
+
+
+def _check_zeros(say: _Say, course: _Course, step: Any) -> _Course:
+  where = _escaped(course.params, find_state(course.opt_state))
+  if where:
+    say(*_why_escaped(course.opt_state, step, where))
+  return course._replace(stopped=bool(where))
+
+
+def _check_finite(say: _Say, state: SparseState) -> None:
+  skipped = (
+    0 if state.skipped is None else int(np.sum(np.asarray(state.skipped)))
+  )
+  if skipped:
     say(
       "scores not finite",
-      f"{int(np.sum(np.asarray(state.skipped)))} mask updates were refused; "
+      f"{skipped} mask updates were refused; "
       "find where gradients or weights become NaN or infinite",
     )
-  _check_rise(say, pruner, params, state, last, total_steps)
-  if reload is not None:
-    _check_reload(say, state, reload(opt_state))
-  if eval_params is not None:
-    _check_eval(say, pruner, eval_params(params, opt_state), state)
-  return Checkup(tuple(found), _removed(params, opt_state), done)
 
 
 def _states(tree: PyTree) -> list[SparseState]:

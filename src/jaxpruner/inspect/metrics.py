@@ -74,6 +74,21 @@ def layers_near_collapse(opt_state: PyTree) -> dict[str, int]:
 
   Hardly: fewer than the square root of its size, so that a square layer cannot
   give every neuron one. A leaf with none cuts the network in two.
+
+  Args:
+    opt_state: the optimizer state (or the `SparseState` itself).
+
+  Returns:
+    Path of the leaf -> how many weights it keeps.
+
+  Example:
+    >>> import functools, jax.numpy as jnp, jaxpruner, optax
+    >>> most = functools.partial(
+    ...   jaxpruner.sparsity_distributions.uniform, sparsity=0.9)
+    >>> tx = jaxpruner.StaticRandomSparse(
+    ...   sparsity_distribution_fn=most).wrap_optax(optax.sgd(0.1))
+    >>> layers_near_collapse(tx.init({"w": jnp.ones((4, 4))}))
+    {'w': 2}
   """
   state = find_state(opt_state)
   if state.tally is None:

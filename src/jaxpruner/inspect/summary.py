@@ -7,7 +7,8 @@ import jax
 import jax.core
 import numpy as np
 
-from jaxpruner import _leaves
+from jaxpruner import _leaves, _tools
+from jaxpruner._state import find_state
 
 PyTree: TypeAlias = Any
 
@@ -123,6 +124,21 @@ def summarize_intersection(
 
   Leaves without a mask in either tree count nothing. Works on packed masks
   too, if both are.
+
+  Args:
+    mask_tree1: the masks whose ones are counted.
+    mask_tree2: the masks they are compared with, of the same structure.
+    only_total_intersection: leave out the single leaves.
+
+  Returns:
+    `{"a/b/kernel": fraction, …, "_total_intersection": fraction}`.
+
+  Example:
+    >>> import jax.numpy as jnp, jaxpruner
+    >>> first = {"w": jnp.array([1, 1, 0, 0], jnp.uint8)}
+    >>> second = {"w": jnp.array([1, 0, 0, 1], jnp.uint8)}
+    >>> jaxpruner.summarize_intersection(first, second)
+    {'w': 0.5, '_total_intersection': 0.5}
   """
   leaves = _leaves.flatten_with_names(mask_tree1)[0]
   others = _leaves.align(mask_tree1, mask_tree2)
@@ -177,12 +193,19 @@ def sparsity_table(
     updater: shows types and targets, and plans counts when there are no masks
       and no values.
     opt_state: the optimizer state; also shows skipped updates.
+
+  Returns:
+    One line per leaf, then the totals of the prunable leaves and of all.
+
+  Example:
+    >>> import jax.numpy as jnp, jaxpruner
+    >>> params = {"w": jnp.array([[0.0, 2.0], [0.0, 1.0]])}
+    >>> print(jaxpruner.sparsity_table(params).splitlines()[-1])
+    all                             50.00%    2 of 4
   """
   leaves = _leaves.flatten_with_names(params)[0]
   skipped = None
   if opt_state is not None:
-    from jaxpruner._state import find_state
-
     state = find_state(opt_state)
     masks = state.masks if masks is None else masks
     skipped = state.skipped
@@ -193,49 +216,41 @@ def sparsity_table(
     targets = _leaves.align(params, updater.targets(params), "targets")
     kinds = updater._types(leaves)
   table = [("leaf", "shape", "type", "target", "realised", "ones")]
-  total = prunable = kept = kept_prunable = 0
+  counts: dict[str, list[tuple[int, int]]] = {"prunable": [], "all": []}
   for row, (names, leaf) in enumerate(leaves):
-    size = _size(leaf)
-    pruned = entries[row] is not None or targets[row] is not None
+    mask, target, kind = entries[row], targets[row], kinds[row]
+    is_pruned = mask is not None or target is not None
     name = _leaves.join(names)
-    ones = _ones(leaf, entries[row], targets[row], kinds[row], masks, name)
-    total, kept = total + size, kept + ones
-    if pruned:
-      prunable, kept_prunable = prunable + size, kept_prunable + ones
+    ones, size = _ones(leaf, mask, target, kind, masks, name), _size(leaf)
+    counts["all"].append((ones, size))
+    if is_pruned:
+      counts["prunable"].append((ones, size))
+    shape = "×".join(map(str, np.shape(leaf))) or "scalar"
+    masked = "masked" if kind is None else str(kind)
     table.append(
       (
         name,
-        "×".join(map(str, np.shape(leaf))) or "scalar",
-        str(kinds[row])
-        if pruned and kinds[row] is not None
-        else "masked"
-        if pruned
-        else "dense",
-        f"{targets[row]:.2%}" if targets[row] is not None else "",
-        f"{_fraction(size - ones, size):.2%}",
-        f"{ones:,} of {size:,}",
+        shape,
+        masked if is_pruned else "dense",
+        "" if target is None else f"{target:.2%}",
+        *_realised(ones, size),
       )
     )
-  for label, k, n in (
-    ("prunable", kept_prunable, prunable),
-    ("all", kept, total),
-  ):
-    table.append(
-      (label, "", "", "", f"{_fraction(n - k, n):.2%}", f"{k:,} of {n:,}")
-    )
-  widths = [max(len(r[c]) for r in table) for c in range(len(table[0]))]
-  lines = [
-    "  ".join(cell.ljust(w) for cell, w in zip(r, widths, strict=True)).rstrip()
-    for r in table
-  ]
+  for label, pairs in counts.items():
+    total = _realised(sum(k for k, _ in pairs), sum(n for _, n in pairs))
+    table.append((label, "", "", "", *total))
+  lines = _tools.align_columns(table)
   rule = "─" * max(map(len, lines))
   lines = [lines[0], rule, *lines[1:-2], rule, *lines[-2:]]
-  if skipped is not None and np.sum(np.asarray(skipped)):
-    lines.append(
-      f"{int(np.sum(np.asarray(skipped)))} mask updates were skipped: a score "
-      "was not finite"
-    )
+  refused = 0 if skipped is None else int(np.sum(np.asarray(skipped)))
+  if refused:
+    lines.append(f"{refused} mask updates were skipped: a score was not finite")
   return "\n".join(lines)
+
+
+def _realised(ones: int, size: int) -> tuple[str, str]:
+  """Return the last two cells of a row: sparsity, and ones of all."""
+  return f"{_fraction(size - ones, size):.2%}", f"{ones:,} of {size:,}"
 
 
 def _ones(

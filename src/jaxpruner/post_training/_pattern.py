@@ -95,7 +95,7 @@ def of(
     run: how many inputs lie in one run.
     name: the leaf, for errors.
   """
-  ask = getattr(kind, "on_matrix", lambda axes: None)
+  ask = getattr(kind, "on_matrix", lambda _: None)
   found = ask(_axes(indices, shape))
   if found is None:
     raise ValueError(

@@ -201,7 +201,7 @@ def calibrate(
   """
   model = Model(apply_fn, params, batches, filter_fn, mesh, data_axis)
   result: dict[str, list[Statistics]] = {}
-  _, cuts = model.stream(gram, False, lambda cut: False)
+  _, cuts = model.stream(gram, False, lambda _: False)
   for cut, sums in cuts:
     for part in cut.parts:
       rows = result.setdefault(model.name(part.leaf), [])

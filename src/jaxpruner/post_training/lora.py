@@ -1,12 +1,11 @@
 """Low-rank fine-tuning of a pruned model that stays as sparse as it is."""
 
-import zlib
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxpruner import _leaves
+from jaxpruner import _leaves, _tools
 from jaxpruner._state import apply_mask
 
 
@@ -25,9 +24,15 @@ def add_lora(params: Any, masks: Any, rank: int, key: jax.Array) -> Any:
 
   Returns:
     Path -> {"a", "b"}; the parameters to train.
+
+  Example:
+    >>> import jax, jax.numpy as jnp
+    >>> masks = {"w": jnp.ones((4, 2), jnp.uint8)}
+    >>> factors = add_lora({"w": jnp.ones((4, 2))}, masks, 1, jax.random.key(0))
+    >>> factors["w"]["a"].shape, factors["w"]["b"].shape
+    ((4, 1), (1, 2))
   """
-  if rank < 1:
-    raise ValueError(f"rank={rank!r} must be at least 1")
+  _tools.check_int("add_lora", "rank", rank)
   named, _ = _leaves.flatten_with_names(params)
   rows = _leaves.align(params, masks)
   factors = {}
@@ -37,7 +42,7 @@ def add_lora(params: Any, masks: Any, rank: int, key: jax.Array) -> Any:
     last = leaf.shape[-1]
     size = leaf.size // last
     # From the path: the order of leaves never matters.
-    own = jax.random.fold_in(key, zlib.crc32(_leaves.join(names).encode()))
+    own = jax.random.fold_in(key, _tools.path_hash(_leaves.join(names)))
     a = jax.random.normal(own, (size, rank))
     factors[_leaves.join(names)] = {
       "a": (a / jnp.sqrt(size)).astype(leaf.dtype),
@@ -53,6 +58,21 @@ def apply_lora(params: Any, masks: Any, factors: Any) -> Any:
 
   Differentiate a loss of this with respect to `factors`. The product is masked
   before it meets the weight, so what is trained is what `merge_lora` keeps.
+
+  Args:
+    params: the pruned parameters.
+    masks: their masks.
+    factors: the result of `add_lora`, trained or not.
+
+  Returns:
+    Parameters of the same structure, +0.0 where removed.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> params, masks = {"w": jnp.ones((1, 2))}, {"w": jnp.array([[1, 0]])}
+    >>> factors = {"w": {"a": jnp.ones((1, 1)), "b": jnp.full((1, 2), 3.0)}}
+    >>> apply_lora(params, masks, factors)["w"].tolist()
+    [[4.0, 0.0]]
   """
 
   def adapted(names, leaf, mask):
@@ -67,6 +87,14 @@ def apply_lora(params: Any, masks: Any, factors: Any) -> Any:
 
 def merge_lora(params: Any, masks: Any, factors: Any) -> Any:
   """Fold trained factors into the weights; pruned ones stay exactly +0.0.
+
+  Args:
+    params: the pruned parameters.
+    masks: their masks.
+    factors: the trained factors.
+
+  Returns:
+    Parameters of the same structure, as sparse as before.
 
   Example:
     >>> import jax, jax.numpy as jnp

@@ -132,7 +132,7 @@ def prune(
   job = _Job(model, targets, kind, settings, refit, sequential, donate)
   if folder is not None:
     job.keep(pathlib.Path(folder))
-  job.run(progress or (lambda done, total, name: None))
+  job.run(progress or (lambda *_: None))
   seconds = time.perf_counter() - start
   report = PruneReport(tuple(job.layers), model.skipped, seconds)
   return model.tree(job.leaves), model.tree(job.masks, None), report
@@ -153,7 +153,7 @@ def _targets(model, sparsity, allocation, custom) -> dict[int, float | None]:
       shapes, sparsity, _outliers(model), custom
     )
   else:
-    given = {"filter_fn": lambda names, leaf: True}
+    given = {"filter_fn": lambda *_: True}
     given["custom_sparsity_map"] = custom
     distribution = DISTRIBUTIONS[allocation]
     known = table.options(distribution)
@@ -173,7 +173,7 @@ def _outliers(model) -> dict[str, list[tuple[int, float]]]:
   Scores are Wanda's, |w| ‖x‖. One pass over the batches.
   """
   found: dict[str, list[tuple[int, float]]] = {}
-  _, cuts = model.stream(False, False, lambda cut: False)
+  _, cuts = model.stream(False, False, lambda _: False)
   for cut, sums in cuts:
     for part in cut.parts:
       norm = np.asarray(calibration.statistics(part, sums).norm)

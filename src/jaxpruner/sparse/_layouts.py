@@ -9,7 +9,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -369,29 +369,10 @@ def write(
   """
   if layout not in LAYOUTS:
     raise ValueError(f"layout={layout!r} is not one of {LAYOUTS}")
-  metadata = dict(metadata or {})
-  if layout != "packed":
-    metadata = {
-      k: v if isinstance(v, str) else json.dumps(v)
-      for k, v in metadata.items()
-      if k not in (_KEY, _DIGEST, _NAMES)
-    }
   # Wide elements first: every tensor then starts aligned to its own width.
   ordered = sorted(tensors, key=lambda t: -t.dtype.itemsize)
-  exact = [t.name for t in ordered if not t.name.endswith(".weight")]
-  if layout == "sparse-bitmask" and exact:
-    metadata[_NAMES] = json.dumps(exact)
-  largest: dict[str, tuple[np.dtype, tuple[int, ...]]] = {}
-  for t in ordered:
-    st.check_name(t.name, str(path))
-    # A tensor may come out in any of its encodings; room for all is cheap.
-    largest[t.name] = (t.dtype, t.shape)
-    if layout == "packed":
-      largest[t.name + ".bits"] = (np.dtype("u1"), (t.size + 64,))
-      largest[t.name + ".values"] = (t.dtype, (t.size,))
-    elif layout == "sparse-bitmask":
-      for part in _BITMASK_PARTS:
-        largest[t.name + part] = (np.dtype("i8"), (*t.shape, 1))
+  metadata = _file_metadata(ordered, layout, metadata or {})
+  largest = _largest_entries(ordered, layout, str(path))
   reserved = metadata
   if layout == "packed":
     hashed = (t._replace(encoding="packed", sha256="0" * 64) for t in ordered)
@@ -410,3 +391,38 @@ def write(
       writer.metadata[_DIGEST] = st.header_digest(
         writer.entries, writer.metadata
       )
+
+
+def _file_metadata(
+  tensors: Sequence[Tensor], layout: str, metadata: Mapping[str, Any]
+) -> dict[str, Any]:
+  """Return the metadata in the form that a layout keeps."""
+  if layout == "packed":
+    return dict(metadata)
+  words = {
+    k: v if isinstance(v, str) else json.dumps(v)
+    for k, v in metadata.items()
+    if k not in (_KEY, _DIGEST, _NAMES)
+  }
+  exact = [t.name for t in tensors if not t.name.endswith(".weight")]
+  if layout == "sparse-bitmask" and exact:
+    words[_NAMES] = json.dumps(exact)
+  return words
+
+
+def _largest_entries(
+  tensors: Iterable[Tensor], layout: str, path: str
+) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
+  """Return every entry a file may get, at its largest, to size the header."""
+  largest: dict[str, tuple[np.dtype, tuple[int, ...]]] = {}
+  for t in tensors:
+    st.check_name(t.name, path)
+    # A tensor may come out in any of its encodings; room for all is cheap.
+    largest[t.name] = (t.dtype, t.shape)
+    if layout == "packed":
+      largest[t.name + ".bits"] = (np.dtype("u1"), (t.size + 64,))
+      largest[t.name + ".values"] = (t.dtype, (t.size,))
+    elif layout == "sparse-bitmask":
+      for part in _BITMASK_PARTS:
+        largest[t.name + part] = (np.dtype("i8"), (*t.shape, 1))
+  return largest

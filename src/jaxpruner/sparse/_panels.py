@@ -7,7 +7,7 @@ of the weight.
 
 from jaxpruner.sparse import _pool, _simd
 from jaxpruner.sparse._pool import field, set_field
-from jaxpruner.sparse._simd import read_f32, write_f32
+from jaxpruner.sparse._simd import read_f32, read_i32, write_f32
 
 jit = _pool.jit
 WIDTH = _simd.WIDTH
@@ -140,6 +140,19 @@ def new_job(frame, bw):
   set_field(job, SIZE, _pool.item_size(values))
   set_field(job, BW, bw)
   return job
+
+
+@jit
+def tile_data(job, tile, lanes):
+  """Return where a tile's values, indices, counts and columns begin."""
+  size, block = field(job, SIZE), field(job, BLOCK)
+  start = read_i32(field(job, STARTS) + 4 * tile) * lanes
+  return (
+    field(job, VALUES) + size * start,
+    field(job, INDICES) + start,
+    field(job, COUNTS) + 2 * tile * block,
+    field(job, COLUMNS) + tile * block,
+  )
 
 
 @jit

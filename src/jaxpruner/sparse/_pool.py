@@ -44,7 +44,7 @@ def _external(name: str, result, *arguments):
 
   if not arguments:
     return intrinsic(lambda _: (result(), emit))
-  return intrinsic(lambda _, argument: (result(*arguments), emit))
+  return intrinsic(lambda _, _argument: (result(*arguments), emit))
 
 
 malloc = _external("malloc", types.int64, types.int64)

@@ -44,7 +44,19 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class FileFormatError(ValueError):
-  """A file that is damaged, hostile or not of the format it claims."""
+  """A file that is damaged, hostile or not of the format it claims.
+
+  Example:
+    >>> import tempfile, pathlib
+    >>> from jaxpruner import sparse
+    >>> path = pathlib.Path(tempfile.mkdtemp()) / "model.safetensors"
+    >>> _ = path.write_bytes(b"no tensors")
+    >>> try:
+    ...   sparse.load(path)
+    ... except sparse.FileFormatError:
+    ...   print("refused")
+    refused
+  """
 
 
 class Entry(NamedTuple):

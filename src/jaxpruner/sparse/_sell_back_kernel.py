@@ -12,12 +12,9 @@ from jaxpruner.sparse import _panels, _pool, _simd
 from jaxpruner.sparse._panels import (
   BLOCK,
   BW,
-  COLUMNS,
-  COUNTS,
   GROUPS,
   IN_PART,
   IN_PARTS,
-  INDICES,
   LARGE,
   LARGE_BW,
   MEDIUM,
@@ -27,12 +24,10 @@ from jaxpruner.sparse._panels import (
   PANEL,
   SIZE,
   SMALL,
-  STARTS,
   TILES,
-  VALUES,
 )  # fmt: skip
 from jaxpruner.sparse._pool import field, set_field
-from jaxpruner.sparse._simd import read_i32, read_u8, read_u16, write_f32
+from jaxpruner.sparse._simd import read_u8, read_u16, write_f32
 from jaxpruner.sparse.format_sell import LANES, TILE
 
 jit = _pool.jit
@@ -60,11 +55,7 @@ def scratch_size(batch: int, rows: int, cols: int) -> int:
 def _tile(job, tile, panel, sums):
   """Add one tile of the weight, for one block of its columns."""
   bw, size, block = field(job, BW), field(job, SIZE), field(job, BLOCK)
-  start = read_i32(field(job, STARTS) + 4 * tile) * LANES
-  values = field(job, VALUES) + size * start
-  indices = field(job, INDICES) + start
-  counts = field(job, COUNTS) + 2 * tile * block
-  columns = field(job, COLUMNS) + tile * block
+  values, indices, counts, columns = _panels.tile_data(job, tile, LANES)
   for place in range(block):
     lane = place % LANES
     count = int(read_u16(counts + 2 * place))

@@ -15,12 +15,9 @@ from jaxpruner.sparse._panels import (
   BLOCK,
   BW,
   COLS,
-  COLUMNS,
-  COUNTS,
   GROUPS,
   IN_PART,
   IN_PARTS,
-  INDICES,
   LARGE,
   LARGE_BW,
   MEDIUM,
@@ -32,10 +29,8 @@ from jaxpruner.sparse._panels import (
   ROWS,
   SIZE,
   SMALL,
-  STARTS,
   STEP,
   TILES,
-  VALUES,
   X,
   Y,
 )  # fmt: skip
@@ -43,7 +38,6 @@ from jaxpruner.sparse._pool import field, set_field
 from jaxpruner.sparse._simd import (
   prefetch,
   read_f32,
-  read_i32,
   read_u8,
   read_u16,
   write_f32,
@@ -80,12 +74,13 @@ def _tile(job, tile, panel, sums):
   """Add one tile's contribution to the sums of one block, `bw` at a time."""
   bw, size, block = field(job, BW), field(job, SIZE), field(job, BLOCK)
   half = size == 2
-  start = read_i32(field(job, STARTS) + 4 * tile) * LANES
-  values = field(job, VALUES) + size * start
-  indices = field(job, INDICES) + start
-  counts = field(job, COUNTS) + 2 * tile * block
-  columns = field(job, COLUMNS) + tile * block
+  values, indices, counts, columns = _panels.tile_data(job, tile, LANES)
   first = tile % field(job, TILES) == 0
+  lanes = SMALL_LANES
+  if bw == LARGE_BW:
+    lanes = LARGE_LANES
+  elif bw == MEDIUM_BW:
+    lanes = MEDIUM_LANES
   for _ in range(block // LANES):
     count = int(read_u16(counts + 2 * (LANES - 1)))
     # Wide panels take so long per slot that the hardware fetches in time.
@@ -93,41 +88,21 @@ def _tile(job, tile, panel, sums):
       prefetch(values + size * LANES * (AHEAD + slot))
       if slot & 3 == 0:
         prefetch(indices + LANES * (AHEAD + slot))
-    if bw == LARGE_BW:
-      for lane in range(0, LANES, LARGE_LANES):
-        args = (
-          panel,
-          values + size * lane,
-          indices + lane,
-          count,
-          columns + lane,
-          sums,
-          first,
-        )
+    for lane in range(0, LANES, lanes):
+      args = (
+        panel,
+        values + size * lane,
+        indices + lane,
+        count,
+        columns + lane,
+        sums,
+        first,
+      )
+      if bw == LARGE_BW:
         _large_half(*args) if half else _large(*args)
-    elif bw == MEDIUM_BW:
-      for lane in range(0, LANES, MEDIUM_LANES):
-        args = (
-          panel,
-          values + size * lane,
-          indices + lane,
-          count,
-          columns + lane,
-          sums,
-          first,
-        )
+      elif bw == MEDIUM_BW:
         _medium_half(*args) if half else _medium(*args)
-    else:
-      for lane in range(0, LANES, SMALL_LANES):
-        args = (
-          panel,
-          values + size * lane,
-          indices + lane,
-          count,
-          columns + lane,
-          sums,
-          first,
-        )
+      else:
         _small_half(*args) if half else _small(*args)
     values += size * LANES * count
     indices += LANES * count
@@ -139,11 +114,7 @@ def _tile(job, tile, panel, sums):
 def _row_tile(job, tile, x, sums, lanes):
   """Add one tile's contribution to the sums of one block, for one row."""
   size, block = field(job, SIZE), field(job, BLOCK)
-  start = read_i32(field(job, STARTS) + 4 * tile) * LANES
-  values = field(job, VALUES) + size * start
-  indices = field(job, INDICES) + start
-  counts = field(job, COUNTS) + 2 * tile * block
-  columns = field(job, COLUMNS) + tile * block
+  values, indices, counts, columns = _panels.tile_data(job, tile, LANES)
   for _ in range(block // LANES):
     count = int(read_u16(counts + 2 * (LANES - 1)))
     if size == 2:

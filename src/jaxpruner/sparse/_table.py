@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+from jaxpruner import _tools
+
 
 def size(count: float) -> str:
   """Spell a number of bytes.
@@ -18,16 +20,9 @@ def size(count: float) -> str:
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
   """Align columns: text to the left, numbers (units and all) to the right."""
-  lines = [head, *rows]
-  widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
   right = [
-    bool(rows) and all(row[i][:1].isdigit() for row in rows)
+    i
     for i in range(len(head))
+    if rows and all(row[i][:1].isdigit() for row in rows)
   ]
-  return "\n".join(
-    "  ".join(
-      cell.rjust(width) if numeric else cell.ljust(width)
-      for cell, width, numeric in zip(line, widths, right, strict=True)
-    ).rstrip()
-    for line in lines
-  )
+  return "\n".join(_tools.align_columns([head, *rows], right))

@@ -129,6 +129,14 @@ def load(path: str | os.PathLike, like: Any = None) -> tuple[Any, Any]:
 
   Raises:
     FileFormatError: if the file is truncated, altered or malformed.
+
+  Example:
+    >>> import tempfile, pathlib, numpy as np
+    >>> path = pathlib.Path(tempfile.mkdtemp()) / "model.safetensors"
+    >>> save(path, {"w": np.array([0.0, 2.0])}, {"w": np.array([0, 1], "u1")})
+    >>> params, masks = load(path)
+    >>> params["w"].tolist(), masks["w"].tolist()
+    ([0.0, 2.0], [0, 1])
   """
   with _layouts.SparseFile(path) as file:
     names = list(file.tensors)
@@ -171,6 +179,20 @@ def _nest(file: _layouts.SparseFile, leaves: dict) -> tuple[Any, Any]:
 
 
 def read_metadata(path: str | os.PathLike) -> dict[str, Any]:
-  """Return what `metadata=` kept with the file."""
+  """Return what `metadata=` kept with the file.
+
+  Args:
+    path: a file of `save`.
+
+  Returns:
+    The metadata; empty if there is none.
+
+  Example:
+    >>> import tempfile, pathlib, numpy as np
+    >>> path = pathlib.Path(tempfile.mkdtemp()) / "model.safetensors"
+    >>> save(path, {"w": np.ones(2)}, metadata={"step": 3})
+    >>> read_metadata(path)
+    {'step': 3}
+  """
   with _layouts.SparseFile(path) as file:
     return file.metadata

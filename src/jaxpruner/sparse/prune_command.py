@@ -9,14 +9,13 @@ import functools
 import os
 import re
 import sys
-import zlib
 from typing import Any
 
 import jax
 import numpy as np
 
 import jaxpruner
-from jaxpruner import mask_calculator
+from jaxpruner import _tools, mask_calculator
 from jaxpruner.sparse import _layouts, _threshold
 from jaxpruner.sparse._progress import track
 from jaxpruner.sparse._safetensors import FileFormatError
@@ -100,7 +99,7 @@ class Plan:
       raise ValueError(f"--type {args.type} needs --sparsity, such as 0.8")
     distribution = getattr(jaxpruner.sparsity_distributions, args.distribution)
     self.sparsities: dict[str, float] = distribution(
-      shapes, sparsity=sparsity, filter_fn=lambda names, leaf: True
+      shapes, sparsity=sparsity, filter_fn=lambda _names, _leaf: True
     )
     self.settings = {
       "algorithm": args.algorithm,
@@ -124,7 +123,7 @@ class Plan:
     if self._threshold is not None:
       return self._threshold.mask(name, array)
     if self._args.algorithm == "random":
-      seed = (self._args.seed, zlib.crc32(name.encode()))
+      seed = (self._args.seed, _tools.path_hash(name))
       scores = np.random.default_rng(seed).random(array.shape, np.float32)
     else:
       scores = _threshold.keys(array, name).view(np.float32)

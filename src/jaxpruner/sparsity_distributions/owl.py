@@ -98,7 +98,7 @@ def owl_by_layer(
   Returns:
     path -> sparsity; the total is exact (Yin et al., "OWL", 2024).
   """
-  budget = Budget(shapes, lambda names, leaf: True, custom_sparsity_map)
+  budget = Budget(shapes, lambda *_: True, custom_sparsity_map)
   names = {i: _leaves.join(budget.leaves[i][0]) for i in budget.free}
   layers: dict[str, list[tuple[int, float]]] = {}
   for name in names.values():

@@ -251,5 +251,5 @@ def test_a_resealed_table_is_refused(tmp_path, packed, change):
 
 def test_resealing_alone_is_harmless(tmp_path, packed):
   path = tmp_path / "good.safetensors"
-  path.write_bytes(reseal(packed, lambda m: None))
+  path.write_bytes(reseal(packed, lambda _m: None))
   assert set(files.load(path)[0]) == {"a", "é"}

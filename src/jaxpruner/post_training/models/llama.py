@@ -39,7 +39,7 @@ def apply(config: Config, params: Any, tokens: jax.Array) -> jax.Array:
   """Return the logits (batch, time, vocab) of token ids (batch, time)."""
   length = tokens.shape[1]
   past = np.tril(np.ones((length, length), np.bool_))
-  see = lambda i, q, k, v: _mix(config, q, k, v, past)
+  see = lambda _i, q, k, v: _mix(config, q, k, v, past)
   return _decode(config, params, tokens, _angles(config, length), see)
 
 

@@ -59,7 +59,8 @@ def _language(loader: Callable[..., Any], window: int):
 
 def _stories(folder: str | None) -> Model:
   model = _language(llama.load_stories, 256)(folder)
-  (config,) = model.apply_fn.args
+  apply_fn: Any = model.apply_fn
+  (config,) = apply_fn.args
 
   def sample(rows: int, seed: int) -> np.ndarray:
     key, window = jax.random.key(seed), model.window

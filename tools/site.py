@@ -1,11 +1,32 @@
-"""Fill the pages' tables from the library itself when the site is built."""
+"""Write the pages of the site that come from the library, and build it.
 
+    python tools/site.py FOLDER
+
+Pages are made before the generator runs, not by hooks inside it, so that the
+generator needs to know Markdown and mkdocstrings only. FOLDER/docs gets the
+pages of docs/ with their markers replaced, the gallery and the notebooks;
+FOLDER/mkdocs.yml the configuration; FOLDER/src the source whose docstrings are
+read; FOLDER/site the site. Any warning fails.
+"""
+
+import argparse
+import importlib
 import inspect
 import json
 import pathlib
 import re
+import shutil
+import subprocess
+import sys
+from typing import Any
 
-ROOT = pathlib.Path(__file__).parent.parent
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+# Both read the same configuration; CONTRIBUTING.md says which is used, and why.
+COMMANDS = {
+  "mkdocs": ("mkdocs", "build", "--strict", "--quiet"),
+  "zensical": ("zensical", "build", "--strict"),
+}
+GENERATOR = "zensical"
 
 
 def algorithms_table() -> str:
@@ -152,34 +173,8 @@ def notebook_page(path: pathlib.Path) -> str:
   return "\n\n".join([*parts, link]) + "\n"
 
 
-def on_config(config):
-  """List the pages of the gallery beside its first."""
-  import jaxpruner
-
-  pages = [{n: f"gallery/{n}.md"} for n in jaxpruner.all_algorithm_names()]
-  for entry in config["nav"]:
-    if isinstance(entry, dict) and "Gallery" in entry:
-      entry["Gallery"] = ["gallery/index.md", *pages]
-  return config
-
-
-def on_files(files, config):
-  """Add pages that exist nowhere on disk: the gallery, and the notebooks."""
-  from mkdocs.structure.files import File
-
-  pages = gallery()
-  for path in sorted((ROOT / "docs" / "notebooks").glob("*.ipynb")):
-    old = files.get_file_from_path(f"notebooks/{path.name}")
-    if old is not None:
-      files.remove(old)
-    pages[f"notebooks/{path.stem}.md"] = notebook_page(path)
-  for name, text in pages.items():
-    files.append(File.generated(config, name, content=text))
-  return files
-
-
-def on_page_markdown(markdown: str, **_) -> str:
-  """Replace the markers of a page."""
+def fill_markers(markdown: str) -> str:
+  """Return a page with its markers replaced by what they stand for."""
   if "<!-- algorithms -->" in markdown:
     markdown = markdown.replace("<!-- algorithms -->", algorithms_table())
   if "<!-- readme -->" in markdown:
@@ -189,6 +184,98 @@ def on_page_markdown(markdown: str, **_) -> str:
     text = re.sub(r'(src|href)="docs/', r'\1="', text)
     text = text.replace("](notebooks/)", "](notebooks/quickstart.md)")
     # What is in the repository alone is no page here.
-    text = re.sub(r"^- \[(Examples|Contributing)\].*\n", "", text, flags=re.M)
+    text = re.sub(
+      r"^- \[(Examples|Contributing)\].*\n(  .*\n)*", "", text, flags=re.M
+    )
     markdown = markdown.replace("<!-- readme -->", text)
-  return markdown
+  return re.sub(r"^::: (\S+)$", _directive, markdown, flags=re.M)
+
+
+def resolve(path: str) -> tuple[str, Any]:
+  """Return where a public name is defined, and the object itself.
+
+  Packages that import on use are invisible to a reader of source code, such as
+  mkdocstrings, and files move: pages name what the user imports.
+  """
+  parts = path.split(".")
+  found, rest = importlib.import_module(parts[0]), parts[1:]
+  for i, part in enumerate(rest):
+    try:
+      found = getattr(found, part)
+    except AttributeError:
+      found = importlib.import_module(".".join(parts[: i + 2]))
+  if inspect.ismodule(found):
+    return found.__name__, found
+  home = getattr(found, "__module__", None)
+  name = getattr(found, "__qualname__", None)
+  is_ours = isinstance(name, str) and str(home).split(".")[0] == parts[0]
+  return (f"{home}.{name}" if is_ours else path), found
+
+
+def _directive(match: re.Match[str]) -> str:
+  path = match[1]
+  home, _ = resolve_text(path)
+  return f"::: {home}\n    options:\n      heading: {path}"
+
+
+def resolve_text(path: str) -> tuple[str, Any]:
+  """Return `resolve(path)`; a module that cannot be imported stays as it is."""
+  try:
+    return resolve(path)
+  except ImportError:
+    # A bridge to a framework that is not installed: its file is read, not run.
+    return path, None
+
+
+def configuration() -> str:
+  """Return mkdocs.yml with the pages of the gallery, for FOLDER."""
+  import jaxpruner
+
+  text = (ROOT / "mkdocs.yml").read_text()
+  line = "  - Gallery: gallery/index.md\n"
+  if line not in text:
+    raise ValueError(f"mkdocs.yml has no line {line!r} to put the gallery at")
+  names = jaxpruner.all_algorithm_names()
+  pages = "".join(f"      - {n}: gallery/{n}.md\n" for n in names)
+  nav = f"  - Gallery:\n      - gallery/index.md\n{pages}"
+  return text.replace(line, nav)
+
+
+def write_pages(folder: pathlib.Path) -> None:
+  """Write all pages and the configuration of the site into a folder."""
+  docs = folder / "docs"
+  shutil.copytree(ROOT / "docs", docs, dirs_exist_ok=True)
+  for path in docs.rglob("*.md"):
+    text = path.read_text()
+    filled = fill_markers(text)
+    if filled != text:
+      path.write_text(filled)
+  pages = gallery()
+  for path in sorted((docs / "notebooks").glob("*.ipynb")):
+    pages[f"notebooks/{path.stem}.md"] = notebook_page(path)
+    path.unlink()
+  for name, text in pages.items():
+    (docs / name).parent.mkdir(parents=True, exist_ok=True)
+    (docs / name).write_text(text)
+  (folder / "mkdocs.yml").write_text(configuration())
+  shutil.copytree(ROOT / "src", folder / "src", dirs_exist_ok=True)
+  for path in (folder / "src").rglob("*.py"):
+    # One example is an "Example:"; mkdocstrings knows "Examples:" only, and
+    # would read the other as prose, prompts as quotations.
+    text = path.read_text()
+    path.write_text(re.sub(r"^( +)Example:$", r"\1Examples:", text, flags=re.M))
+
+
+def main() -> int:
+  """Write the pages and build the site; return the generator's exit code."""
+  parser = argparse.ArgumentParser(description=__doc__)
+  parser.add_argument("folder", type=pathlib.Path)
+  parser.add_argument("--generator", default=GENERATOR, choices=COMMANDS)
+  args = parser.parse_args()
+  write_pages(args.folder)
+  command = [sys.executable, "-m", *COMMANDS[args.generator]]
+  return subprocess.run(command, cwd=args.folder, check=False).returncode
+
+
+if __name__ == "__main__":
+  raise SystemExit(main())
