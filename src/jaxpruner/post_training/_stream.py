@@ -10,7 +10,7 @@ import functools
 import math
 import pathlib
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -142,7 +142,7 @@ class Stream:
 
   def run(
     self, batches: Iterable[Any], skip: Callable[[Cut], bool]
-  ) -> Iterator[tuple[Cut, dict[Any, tuple[int, Moments]]]]:
+  ) -> Generator[tuple[Cut, dict[Any, tuple[int, Moments]]]]:
     """Yield every cut with the moments complete there.
 
     Args:

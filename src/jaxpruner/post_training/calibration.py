@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from typing import Any, TypeAlias
 
 import jax
@@ -133,7 +133,7 @@ class Model:
 
   def stream(
     self, gram: bool, norms: bool, skip: Callable[[_stream.Cut], bool]
-  ) -> tuple[_stream.Stream, Iterator[tuple[_stream.Cut, Any]]]:
+  ) -> tuple[_stream.Stream, Generator[tuple[_stream.Cut, Any]]]:
     cuts = _stream.cuts(self.parts, self.graph.norms if norms else ())
     stream = _stream.Stream(
       self.graph, list(self.leaves), cuts, gram, self.place

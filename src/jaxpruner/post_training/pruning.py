@@ -1,19 +1,19 @@
 """Prune a trained model on a few batches of data, without training."""
 
+import contextlib
 import dataclasses
-import hashlib
 import json
 import os
 import pathlib
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpruner import sparsity_distributions
+from jaxpruner import _atomic, _fingerprint, sparsity_distributions
 from jaxpruner.config import codec
 from jaxpruner.post_training import (
   _graph,
@@ -88,7 +88,9 @@ def prune(
     data_axis: the name of that axis.
     donate: let pruned weights take the memory of those in `params`, which must
       not be used afterwards: one model in memory instead of two.
-    folder: keep finished layers here; the same call continues after them.
+    folder: keep finished layers here; the same call continues after them,
+      and one with another function, data, method, version or setting of JAX
+      is refused with what differs.
     progress: called with (layers done, layers in all, name).
 
   Returns:
@@ -195,6 +197,7 @@ class _Job:
     self.masks: list[Any] = [None] * len(self.leaves)
     self.layers: list[Layer] = []
     self._folder: pathlib.Path | None = None
+    self._job = ""
     for part in model.parts:  # wrong types are told before hours of work
       self._pattern(part)
 
@@ -207,28 +210,37 @@ class _Job:
   def keep(self, folder: pathlib.Path) -> None:
     """Keep finished layers in a folder, of this very job only."""
     folder.mkdir(parents=True, exist_ok=True)
-    digest = hashlib.sha256()
-    for part in self._model.parts:
-      leaf = self._model.leaves[part.leaf]
-      digest.update(self._model.name(part.leaf).encode())
-      digest.update(np.asarray(leaf).tobytes())
-    job = {
+    model = self._model
+    facts = {
       "settings": self._settings.as_dict(),
-      "targets": {self._model.name(i): s for i, s in self._targets.items()},
+      "targets": {model.name(i): s for i, s in self._targets.items()},
       "type": repr(self._kind),
       "refit": self._refit,
       "sequential": self._sequential,
-      "weights": digest.hexdigest(),
+      "function": _fingerprint.text(repr(model.program.signature())),
+      "weights": _fingerprint.arrays(model.leaves),
+      "data": None,
+      "jax": _fingerprint.settings(),
+      "versions": _fingerprint.versions(),
     }
-    path = folder / "job.json"
-    text = json.dumps(job, indent=1, sort_keys=True)
-    if path.exists() and path.read_text() != text:
-      raise ValueError(
-        f"{folder} holds the layers of another job (see {path}); choose "
-        "another folder or delete it"
-      )
-    path.with_suffix(".tmp").write_text(text)
-    os.replace(path.with_suffix(".tmp"), path)
+    if self._settings.needs == "none" and not self._refit:
+      _claim(folder, facts)
+    else:
+      model.batches = self._hashed(folder, facts, model.batches)
+
+  def _hashed(
+    self, folder: pathlib.Path, facts: dict[str, Any], batches: Iterable[Any]
+  ) -> Iterator[Any]:
+    """Pass batches on; claim the folder when all of them are known.
+
+    The stream reads every batch before it asks for a finished layer, so none
+    is reused unless the data is that of the layer.
+    """
+    digest = _fingerprint.Digest()
+    for batch in batches:
+      digest.update(batch)
+      yield batch
+    self._job = _claim(folder, facts | {"data": digest.hexdigest()})
     self._folder = folder
 
   def _file(self, cut: _stream.Cut) -> pathlib.Path:
@@ -248,21 +260,23 @@ class _Job:
     stream, cuts = model.stream(
       self._settings.needs == "gram", self._refit, self._done
     )
-    for cut, sums in cuts:
-      if self._done(cut):
-        self._load(cut)
-      else:
-        before = len(self.layers)
-        for part in cut.parts:
-          self._prune(part, calibration.statistics(part, sums))
-        for norm in cut.norms:
-          self._measure(norm, sums)
-        if self._folder is not None:
-          self._save(cut, self.layers[before:])
-      if cut.parts:
-        progress(len(self.layers), total, self.layers[-1].name)
-      if self._sequential:
-        stream.leaves[:] = self.leaves
+    # Closed on an error too: activations wait in a temporary folder.
+    with contextlib.closing(cuts):
+      for cut, sums in cuts:
+        if self._done(cut):
+          self._load(cut)
+        else:
+          before = len(self.layers)
+          for part in cut.parts:
+            self._prune(part, calibration.statistics(part, sums))
+          for norm in cut.norms:
+            self._measure(norm, sums)
+          if self._folder is not None:
+            self._save(cut, self.layers[before:])
+        if cut.parts:
+          progress(len(self.layers), total, self.layers[-1].name)
+        if self._sequential:
+          stream.leaves[:] = self.leaves
 
   def _prune(self, part: _graph.Part, seen: Statistics | None) -> None:
     start = time.perf_counter()
@@ -330,14 +344,52 @@ class _Job:
       self._file(cut),
       {str(i): self.leaves[i] for i in touched},
       {str(i): self.masks[i] for i in touched},
-      metadata={"layers": [dataclasses.asdict(l) for l in layers]},
+      metadata={
+        "job": self._job,
+        "layers": [dataclasses.asdict(l) for l in layers],
+      },
     )
 
   def _load(self, cut: _stream.Cut) -> None:
     path = self._file(cut)
-    leaves, masks = files.load(path)
-    for i in self._touched(cut):
+    touched = self._touched(cut)
+    cure = "delete it, and only this layer is computed again"
+    try:
+      leaves, masks = files.load(path)
+      about = files.read_metadata(path)
+    except files.FileFormatError as e:
+      raise files.FileFormatError(f"{e}; {cure}") from e
+    if about.get("job") != self._job or leaves.keys() != set(map(str, touched)):
+      raise files.FileFormatError(f"{path} is a layer of another job; {cure}")
+    for i in touched:
       self._put(i, np.asarray(leaves[str(i)]))
       self.masks[i] = masks[str(i)]
-    for row in files.read_metadata(path)["layers"]:
+    for row in about["layers"]:
       self.layers.append(Layer(**row | {"shape": tuple(row["shape"])}))
+
+
+def _claim(folder: pathlib.Path, facts: dict[str, Any]) -> str:
+  """Store what a job is made of, or refuse a folder of another job.
+
+  Returns:
+    A name for the job, which its layers carry.
+  """
+  path = folder / "job.json"
+  text = json.dumps(facts, indent=1, sort_keys=True)
+  try:
+    found = path.read_bytes()
+  except FileNotFoundError:
+    _atomic.write_bytes(path, text.encode())
+    return _fingerprint.text(text)
+  try:
+    stored = json.loads(found)
+  except (ValueError, RecursionError):
+    stored = None
+  differing = _fingerprint.differences(stored, facts)
+  if stored is None or differing:
+    raise ValueError(
+      f"{folder} holds the layers of another job: "
+      f"{'; '.join(differing[:5]) if stored else 'job.json is damaged'}; "
+      "choose another folder or delete it"
+    )
+  return _fingerprint.text(text)

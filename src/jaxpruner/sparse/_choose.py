@@ -5,21 +5,23 @@ runs, on this machine, at the traced batch, decides what is kept. Timings are
 cached, so identical layers and later runs measure nothing.
 """
 
+import contextlib
 import functools
 import hashlib
 import json
+import math
 import os
 import pathlib
 import platform
-import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxpruner import _atomic, _fingerprint
 from jaxpruner.sparse import formats
 from jaxpruner.sparse._rewrite import Stacked
 
@@ -33,6 +35,7 @@ MARGIN = 1.1
 CALL = 5e-6
 # Seconds that a measurement takes at least, if its budget has them.
 LEAST = 0.05
+_MAX_CACHE = 1 << 26  # bytes of a file of timings that are read
 
 
 def measure(
@@ -131,31 +134,47 @@ def _machine() -> tuple[str, ...]:
   if info.exists():
     lines = info.read_text().splitlines()
     cpu = next((l for l in lines if l.startswith("model name")), cpu)
-  return cpu, str(os.cpu_count()), jax.__version__, jax.default_backend()
+  versions = _fingerprint.versions("jax", "jaxpruner", "numba")
+  return cpu, str(os.cpu_count()), repr(versions), jax.default_backend()
 
 
 class Timings:
-  """Measured seconds by key, in memory and in one JSON file."""
+  """Measured seconds by key, in memory and in one JSON file.
+
+  A cache may only ever cost a new measurement: a file that cannot be read, or
+  an entry of another form, counts as missing; one that cannot be written is
+  left as it is.
+  """
 
   def __init__(self, path: pathlib.Path | None):
     self.path = path
     self.table: dict[str, dict[str, float]] = {}
-    if path is not None and path.exists():
-      try:
-        self.table = json.loads(path.read_text())
-      except ValueError:
-        # A damaged cache costs a new measurement, never a wrong answer.
-        self.table = {}
+    if path is None:
+      return
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+      if path.is_file() and path.stat().st_size <= _MAX_CACHE:
+        found = json.loads(path.read_bytes())
+        if isinstance(found, dict):
+          self.table = {k: v for k, v in found.items() if _are_times(v)}
+
+  def get(self, key: str, names: Iterable[str]) -> dict[str, float] | None:
+    """Return a measurement of exactly these formats, or None."""
+    times = self.table.get(key)
+    return times if times is not None and set(times) == set(names) else None
 
   def save(self) -> None:
     """Write the file in one piece, or not at all."""
     if self.path is None:
       return
-    self.path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=self.path.parent)
-    with os.fdopen(handle, "w") as file:
-      json.dump(self.table, file)
-    os.replace(name, self.path)
+    with contextlib.suppress(OSError):
+      self.path.parent.mkdir(parents=True, exist_ok=True)
+      _atomic.write_bytes(self.path, json.dumps(self.table).encode())
+
+
+def _are_times(value: Any) -> bool:
+  return isinstance(value, dict) and all(
+    type(t) in (float, int) and 0 <= t < math.inf for t in value.values()
+  )
 
 
 def default_cache() -> pathlib.Path:

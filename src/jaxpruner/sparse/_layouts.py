@@ -99,6 +99,13 @@ def _sha(*arrays: np.ndarray) -> str:
   return digest.hexdigest()
 
 
+def _check_depth(path: Sequence[Any], where: str) -> None:
+  if len(path) > st.MAX_NESTING:
+    raise st.FileFormatError(
+      f"{where}: {len(path)} keys lead to it, at most {st.MAX_NESTING} may"
+    )
+
+
 class SparseFile:
   """A model file of any of the layouts; tensors are decoded on request."""
 
@@ -162,6 +169,8 @@ class SparseFile:
         stored_bytes=self._stored(name),
       )  # fmt: skip
     layout = "sparse-bitmask" if bitmask else "dense"
+    for name, tensor in tensors.items():
+      _check_depth(tensor.path, f"{self.path}: {name[:40]!r}…")
     return layout, tensors, metadata
 
   def _bitmask_shape(self, name: str) -> tuple[int, ...]:
@@ -170,14 +179,16 @@ class SparseFile:
     shape_entry = entries[name + ".shape"]
     if shape_entry.dtype != np.int64 or len(shape_entry.shape) != 1:
       raise st.FileFormatError(f"{where}: .shape must be a list of I64")
-    if shape_entry.shape[0] > 64:
-      raise st.FileFormatError(f"{where}: .shape has more than 64 dimensions")
+    if shape_entry.shape[0] > st.MAX_RANK:
+      raise st.FileFormatError(
+        f"{where}: .shape has more than {st.MAX_RANK} dimensions"
+      )
     shape = tuple(map(int, self.reader.read(name + ".shape")))
     bits = entries[name + ".bitmask"]
     rows = entries[name + ".row_offsets"]
     if (
       not shape
-      or not all(map(st.is_count, shape))
+      or not st.is_shape(shape, entries[name + ".compressed"].dtype.itemsize)
       or bits.dtype != np.uint8
       or bits.shape != (*shape[:-1], -(-shape[-1] // 8))
       or rows.dtype != np.int64
@@ -211,6 +222,7 @@ class SparseFile:
         for name, spec in manifest["tensors"].items()
       }
       user = dict(manifest["metadata"])
+      st.check_metadata(user, where)
     except (KeyError, TypeError, AttributeError, ValueError) as e:
       raise st.FileFormatError(f"{where}: malformed manifest ({e!r})") from e
     parts = [p for t in tensors.values() for p in _packed_parts(t)]
@@ -222,6 +234,7 @@ class SparseFile:
 
   def _packed_tensor(self, name: str, spec: Mapping[str, Any]) -> Tensor:
     st.check_name(name, str(self.path))
+    _check_depth(spec["path"], f"{self.path}: {name[:40]!r}")
     tensor = Tensor(
       name, tuple(spec["path"]), st.DTYPES[spec["dtype"]],
       tuple(spec["shape"]), spec["encoding"], spec["masked"],
@@ -229,7 +242,7 @@ class SparseFile:
     )  # fmt: skip
     if (
       tensor.encoding not in ("dense", "packed")
-      or not all(map(st.is_count, tensor.shape))
+      or not st.is_shape(tensor.shape, tensor.dtype.itemsize)
       or not all(type(k) in (str, int) for k in tensor.path)
       or type(tensor.masked) is not bool
       or len(tensor.sha256) != 64
@@ -369,9 +382,11 @@ def write(
   """
   if layout not in LAYOUTS:
     raise ValueError(f"layout={layout!r} is not one of {LAYOUTS}")
+  metadata = dict(metadata or {})
+  st.check_metadata(metadata, str(path))
   # Wide elements first: every tensor then starts aligned to its own width.
   ordered = sorted(tensors, key=lambda t: -t.dtype.itemsize)
-  metadata = _file_metadata(ordered, layout, metadata or {})
+  metadata = _file_metadata(ordered, layout, metadata)
   largest = _largest_entries(ordered, layout, str(path))
   reserved = metadata
   if layout == "packed":
@@ -383,7 +398,10 @@ def write(
       encoded, parts = _encode(tensor, read(tensor.name), layout)
       for name, part in zip(_parts(encoded), parts, strict=True):
         if name in writer.entries:
-          raise ValueError(f"{path}: two tensors would be stored as {name!r}")
+          raise ValueError(
+            f"{path}: two tensors would be stored as {name!r}, of which one "
+            f"is a part of {tensor.name!r}; rename one, or use layout='dense'"
+          )
         writer.add(name, part)
       done.append(encoded)
     if layout == "packed":
@@ -417,6 +435,7 @@ def _largest_entries(
   largest: dict[str, tuple[np.dtype, tuple[int, ...]]] = {}
   for t in tensors:
     st.check_name(t.name, path)
+    _check_depth(t.path, f"{path}: {t.name[:40]!r}")
     # A tensor may come out in any of its encodings; room for all is cheap.
     largest[t.name] = (t.dtype, t.shape)
     if layout == "packed":

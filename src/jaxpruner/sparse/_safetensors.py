@@ -6,13 +6,16 @@ is input from outside: every field is checked before a byte is used, and
 tensors are read and written one at a time, so a file may exceed memory.
 """
 
+import contextlib
 import hashlib
 import json
 import math
 import os
 import pathlib
 import re
-import secrets
+import reprlib
+import stat
+import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -20,7 +23,14 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-MAX_HEADER = 100_000_000  # the limit of the reference implementation
+from jaxpruner import _atomic
+
+# What a reader accepts, and a writer writes, at most.
+MAX_HEADER = 100_000_000  # bytes; the limit of the reference implementation
+MAX_TENSORS = 1 << 18
+MAX_RANK = 64  # NumPy's own
+MAX_BYTES = 1 << 62  # of one tensor, empty axes counted as one
+MAX_NESTING = 256  # keys of a path, levels of metadata
 _CHUNK = 1 << 20
 
 DTYPES = {
@@ -99,6 +109,42 @@ def is_count(value: Any) -> bool:
   return type(value) is int and 0 <= value < 1 << 62
 
 
+def is_shape(value: Any, itemsize: int = 1) -> bool:
+  """Tell whether an array may have this shape; wide products stop early."""
+  if not isinstance(value, list | tuple) or len(value) > MAX_RANK:
+    return False
+  size = itemsize
+  for side in value:
+    if not is_count(side):
+      return False
+    size *= side or 1  # NumPy refuses huge sides beside an empty one as well
+    if size >= MAX_BYTES:
+      return False
+  return True
+
+
+def check_metadata(value: Any, where: str) -> None:
+  """Refuse values that nest too deep, or text that UTF-8 cannot hold."""
+  waiting = [(value, 0)]
+  while waiting:
+    value, depth = waiting.pop()
+    if depth > MAX_NESTING:
+      raise FileFormatError(
+        f"{where}: metadata nests more than {MAX_NESTING} levels deep"
+      )
+    if isinstance(value, str):
+      try:
+        value.encode()
+      except UnicodeEncodeError as e:
+        raise FileFormatError(
+          f"{where}: metadata {value[:40]!r} is not Unicode text ({e.reason})"
+        ) from None
+    elif isinstance(value, Mapping):
+      waiting += [(v, depth + 1) for pair in value.items() for v in pair]
+    elif isinstance(value, list | tuple):
+      waiting += [(v, depth + 1) for v in value]
+
+
 def _parse_entry(name: str, spec: Any, where: str) -> Entry:
   check_name(name, where)
   where = f"{where}: tensor {name!r}"
@@ -107,20 +153,29 @@ def _parse_entry(name: str, spec: Any, where: str) -> Entry:
   }:  # fmt: skip
     raise FileFormatError(
       f"{where}: its entry must hold dtype, shape and data_offsets, got "
-      f"{str(spec)[:100]}"
+      f"{reprlib.repr(spec)}"
     )
   dtype, shape, offsets = spec["dtype"], spec["shape"], spec["data_offsets"]
   if not isinstance(dtype, str) or dtype not in DTYPES:
     raise FileFormatError(
-      f"{where}: unknown dtype {str(dtype)[:40]!r}; known are {list(DTYPES)}"
+      f"{where}: unknown dtype {reprlib.repr(dtype)}; known are {list(DTYPES)}"
     )
-  for field, value in (("shape", shape), ("data_offsets", offsets)):
-    if not isinstance(value, list) or not all(map(is_count, value)):
-      raise FileFormatError(
-        f"{where}: {field} must be a list of sizes, got {str(value)[:100]}"
-      )
-  size = math.prod(shape) * DTYPES[dtype].itemsize
-  if len(offsets) != 2 or offsets[1] - offsets[0] != size:
+  itemsize = DTYPES[dtype].itemsize
+  if not isinstance(shape, list) or not is_shape(shape, itemsize):
+    raise FileFormatError(
+      f"{where}: shape must be a list of at most {MAX_RANK} sizes that take "
+      f"less than 2^62 bytes, got {reprlib.repr(shape)}"
+    )
+  if (
+    not isinstance(offsets, list)
+    or len(offsets) != 2
+    or not all(map(is_count, offsets))
+  ):
+    raise FileFormatError(
+      f"{where}: data_offsets must be two sizes, got {reprlib.repr(offsets)}"
+    )
+  size = math.prod(shape) * itemsize
+  if offsets[1] - offsets[0] != size:
     raise FileFormatError(
       f"{where}: {dtype} of shape {shape} takes {size} bytes, its offsets "
       f"{offsets} say otherwise"
@@ -142,6 +197,9 @@ class Reader:
   def __init__(self, path: str | os.PathLike):
     self.path = pathlib.Path(path)
     self._lock = threading.Lock()
+    # Opening a pipe would wait for its writer.
+    if not stat.S_ISREG(os.stat(self.path).st_mode):
+      raise FileFormatError(f"{self.path}: not a regular file; name one")
     self._file = open(self.path, "rb")
     try:
       self._read_header()
@@ -166,6 +224,12 @@ class Reader:
       isinstance(v, str) for v in metadata.values()
     ):
       raise FileFormatError(f"{where}: __metadata__ must map names to strings")
+    check_metadata(metadata, where)
+    if len(header) > MAX_TENSORS:
+      raise FileFormatError(
+        f"{where}: {len(header)} tensors, at most {MAX_TENSORS} are read; "
+        "split the tree over several files"
+      )
     self.metadata: dict[str, str] = metadata
     self.entries = {k: _parse_entry(k, v, where) for k, v in header.items()}
     self.start = 8 + length
@@ -280,31 +344,27 @@ class Writer:
     self._position = 0
 
   def __enter__(self) -> "Writer":
-    self._temporary = self.path.with_name(
-      f".{self.path.name}.{secrets.token_hex(4)}.tmp"
-    )
-    self._file = open(self._temporary, "xb")
-    try:
+    with contextlib.ExitStack() as stack:
+      self._file = stack.enter_context(_atomic.replacing(self.path))
       self._file.seek(8 + self._length)
-    except BaseException:
-      self._discard()
-      raise
+      self._open = stack.pop_all()
     return self
 
   def add(self, name: str, array: np.ndarray) -> None:
     """Append one tensor."""
     array = np.asarray(array, order="C")
     end = self._position + array.nbytes
+    if len(self.entries) >= MAX_TENSORS:
+      raise ValueError(
+        f"{self.path}: more than {MAX_TENSORS} tensors; split the tree over "
+        "several files"
+      )
     self.entries[name] = Entry(array.dtype, array.shape, self._position, end)
     # A byte view: memoryview knows nothing of bfloat16.
     self._file.write(array.reshape(-1).view(np.uint8).data)
     self._position = end
 
-  def _discard(self) -> None:
-    self._file.close()
-    self._temporary.unlink(missing_ok=True)
-
-  def __exit__(self, kind: object, *exc: object) -> None:
+  def __exit__(self, kind: Any, *exc: Any) -> None:
     try:
       if kind is None:
         header = _header(self.entries, self.metadata)
@@ -313,9 +373,7 @@ class Writer:
         self._file.seek(0)
         self._file.write(self._length.to_bytes(8, "little"))
         self._file.write(header.ljust(self._length))
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
-        os.replace(self._temporary, self.path)
-    finally:
-      self._discard()
+    except BaseException:
+      self._open.__exit__(*sys.exc_info())
+      raise
+    self._open.__exit__(kind, *exc)

@@ -233,9 +233,10 @@ def _replace(
   if not tried:
     return stays("too dense, or no structure to use", sparsity)
   key = _choose.key(dense, kept, use, tried)
-  if key not in timings.table:
-    timings.table[key] = _choose.time_formats(dense, kept, use, tried, timer)
-  times = timings.table[key]
+  times = timings.get(key, ("dense", *tried))
+  if times is None:
+    times = _choose.time_formats(dense, kept, use, tried, timer)
+    timings.table[key] = times
   best = _choose.fastest(times)
   if best == "dense":
     return stays(f"dense is fastest of {len(times)}", sparsity, times)

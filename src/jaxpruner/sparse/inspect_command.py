@@ -1,14 +1,15 @@
 """`jaxpruner inspect FILE`: how sparse a file is, and in which structure."""
 
 import argparse
+import pathlib
 import sys
 from typing import NamedTuple
 
 import numpy as np
 
+from jaxpruner import _atomic
 from jaxpruner.sparse import _layouts, structure
 from jaxpruner.sparse._progress import track
-from jaxpruner.sparse._safetensors import FileFormatError
 from jaxpruner.sparse._table import size, table
 
 _PICTURES = 12  # tensors drawn; more would be too small to see
@@ -61,8 +62,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
   try:
-    layout, rows = inspect(args.file, draw=bool(args.plot))
-  except (FileFormatError, OSError) as e:
+    if args.plot is not None:
+      _check_picture(args.plot)
+    layout, rows = inspect(args.file, draw=args.plot is not None)
+  except (ValueError, OSError) as e:
     print(e, file=sys.stderr)
     return 1
   cells = [
@@ -97,10 +100,32 @@ def run(args: argparse.Namespace) -> int:
     f"{size(sum(row.tensor.stored_bytes for row in rows))}, packed "
     f"{size(sum(row.packed for row in rows))}"
   )
-  if args.plot:
-    _draw(rows, args.plot)
+  if args.plot is not None:
+    try:
+      _draw(rows, args.plot)
+    except OSError as e:
+      print(e, file=sys.stderr)
+      return 1
     print(f"picture: {args.plot}")
   return 0
+
+
+def _ending(path: str) -> str:
+  return pathlib.Path(path).suffix.removeprefix(".").lower() or "png"
+
+
+def _check_picture(path: str) -> None:
+  """Refuse a picture that cannot be written, before the file is read."""
+  _plot()
+  from matplotlib.backend_bases import FigureCanvasBase
+
+  _atomic.check_target(path)
+  known = sorted(FigureCanvasBase.get_supported_filetypes())
+  if _ending(path) not in known:
+    raise ValueError(
+      f"--plot {path}: no pictures are drawn as .{_ending(path)}; choose one "
+      f"of {', '.join(known)}"
+    )
 
 
 def _plot():
@@ -134,4 +159,5 @@ def _draw(rows: list[Row], path: str) -> None:
     axes = fig.add_subplot(spec[i // 3, 2 + i % 3])
     assert row.picture is not None  # drawn: it was asked for
     plot.image(axes, row.picture, f"{row.tensor.name}\n{row.structure}")
-  fig.savefig(path, dpi=120)
+  with _atomic.replacing(path) as file:
+    fig.savefig(file, dpi=120, format=_ending(path))

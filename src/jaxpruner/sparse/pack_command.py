@@ -6,7 +6,6 @@ import sys
 
 from jaxpruner.sparse import _layouts
 from jaxpruner.sparse._progress import track
-from jaxpruner.sparse._safetensors import FileFormatError
 from jaxpruner.sparse._table import size
 
 
@@ -37,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
         progress=lambda tensors: track(tensors, f"writing {args.layout}"),
       )
     after = os.path.getsize(args.output)
-  except (FileFormatError, OSError) as e:
+  except (ValueError, OSError) as e:
     print(e, file=sys.stderr)
     return 1
   print(

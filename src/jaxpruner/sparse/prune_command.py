@@ -18,7 +18,6 @@ import jaxpruner
 from jaxpruner import _tools, mask_calculator
 from jaxpruner.sparse import _layouts, _threshold
 from jaxpruner.sparse._progress import track
-from jaxpruner.sparse._safetensors import FileFormatError
 from jaxpruner.sparse._table import size, table
 
 _PIECE = 1 << 20  # elements counted at once
@@ -45,10 +44,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     "--distribution", default="uniform", choices=("uniform", "erk")
   )
   parser.add_argument(
-    "--include", metavar="REGEX", help="prune only tensors it is found in"
+    "--include",
+    metavar="REGEX",
+    type=_pattern,
+    help="prune only tensors it is found in",
   )
   parser.add_argument(
-    "--exclude", metavar="REGEX", help="leave tensors it is found in alone"
+    "--exclude",
+    metavar="REGEX",
+    type=_pattern,
+    help="leave tensors it is found in alone",
   )
   parser.add_argument("--seed", type=int, default=0, help="of random scores")
   parser.add_argument(
@@ -58,11 +63,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   )
 
 
+def _pattern(text: str) -> re.Pattern[str]:
+  try:
+    return re.compile(text)
+  except re.error as e:
+    raise argparse.ArgumentTypeError(
+      f"{text!r} is not a regular expression ({e}); escape what is meant "
+      "literally with a backslash"
+    ) from e
+
+
 def _chosen(args: argparse.Namespace, tensor: _layouts.Tensor) -> bool:
   """Tell whether a tensor is one to prune."""
-  if args.exclude and re.search(args.exclude, tensor.name):
+  if args.exclude and args.exclude.search(tensor.name):
     return False
-  if args.include and not re.search(args.include, tensor.name):
+  if args.include and not args.include.search(tensor.name):
     return False
   names = tuple(re.split("[./]", tensor.name))
   leaf = jax.ShapeDtypeStruct(tensor.shape, tensor.dtype)
@@ -178,7 +193,7 @@ def run(args: argparse.Namespace) -> int:
         metadata=file.metadata | {"prune": plan.settings},
         progress=lambda tensors: track(tensors, "pruning"),
       )
-  except (FileFormatError, ValueError, OSError) as e:
+  except (ValueError, OSError) as e:
     print(e, file=sys.stderr)
     return 1
   print(table(("tensor", "shape", "sparsity"), rows))

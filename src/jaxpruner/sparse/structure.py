@@ -59,7 +59,7 @@ def _blocks(mask: np.ndarray) -> list[str]:
   sides = []
   for axis in (mask.ndim - 2, mask.ndim - 1):
     moved = np.moveaxis(mask, axis, 0)
-    changes = (moved[1:] != moved[:-1]).reshape(len(moved) - 1, -1).any(1)
+    changes = (moved[1:] != moved[:-1]).any(tuple(range(1, mask.ndim)))
     sides.append(
       math.gcd(*(np.flatnonzero(changes) + 1).tolist()) or len(moved)
     )

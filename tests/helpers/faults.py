@@ -1,0 +1,82 @@
+"""Let each I/O call of `jaxpruner._atomic` fail in turn.
+
+Every writer of the library outside `compare` goes through that one module, so
+replacing its `open` and `os` reaches all of them.
+"""
+
+import contextlib
+import errno
+import os
+
+from jaxpruner import _atomic
+
+ERRORS = (errno.ENOSPC, errno.EIO, errno.EINTR)
+COUNTED = ("fsync", "replace", "dup")
+
+
+class Faults:
+  """Count the calls, and fail the one numbered `at`; keep their names."""
+
+  def __init__(self, at=None, error=errno.EIO, short=None):
+    self.at, self.error, self.short = at, error, short
+    self.calls = []
+
+  def call(self, name, function, *args, **kwargs):
+    number = len(self.calls)
+    self.calls.append(name)
+    if number == self.at:
+      if name == "write" and self.short is not None:
+        # The disk takes part of the bytes before it fails.
+        function(bytes(memoryview(args[0]).cast("B")[: self.short]))
+      raise OSError(self.error, os.strerror(self.error))
+    return function(*args, **kwargs)
+
+  @contextlib.contextmanager
+  def installed(self):
+    faults = self
+
+    class Os:
+      def __getattr__(self, name):
+        found = getattr(os, name)
+        if name not in COUNTED:
+          return found
+        return lambda *a, **k: faults.call(name, found, *a, **k)
+
+    def opened(*args, **kwargs):
+      return FaultyFile(faults, faults.call("open", open, *args, **kwargs))
+
+    before = _atomic.os
+    _atomic.os, _atomic.open = Os(), opened
+    try:
+      yield self
+    finally:
+      _atomic.os = before
+      del _atomic.open
+
+
+class FaultyFile:
+  def __init__(self, faults, file):
+    self._faults, self._file = faults, file
+
+  def __getattr__(self, name):
+    found = getattr(self._file, name)
+    if name not in ("write", "flush", "seek", "close"):
+      return found
+
+    def call(*args):
+      if name == "close":
+        if self._file.closed:
+          return None
+        # A close that fails has closed the file all the same.
+        self._file.close()
+        return self._faults.call(name, lambda: None)
+      return self._faults.call(name, found, *args)
+
+    return call
+
+
+def count_calls(action):
+  """Return the names of the I/O calls that an action makes."""
+  with Faults().installed() as faults:
+    action()
+  return faults.calls

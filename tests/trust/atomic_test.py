@@ -1,0 +1,155 @@
+"""One file is replaced by another, or nothing happens."""
+
+import os
+import pathlib
+import signal
+import stat
+import subprocess
+import sys
+import time
+
+import pytest
+from faults import ERRORS, Faults, count_calls
+
+from jaxpruner import _atomic
+
+pytestmark = pytest.mark.skipif(
+  _atomic.fcntl is None, reason="locks need a POSIX system"
+)
+
+
+def replace(path):
+  with _atomic.replacing(path) as file:
+    file.write(b"new")
+    file.write(b"er")
+
+
+CALLS = 9
+
+
+@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize("at", range(CALLS))
+def test_every_failing_call_leaves_old_or_new(tmp_path, at, error):
+  path = tmp_path / "x"
+  path.write_bytes(b"old")
+  assert len(count_calls(lambda: replace(tmp_path / "y"))) == CALLS
+  (tmp_path / "y").unlink()
+  with Faults(at, error).installed() as faults, pytest.raises(OSError):
+    replace(path)
+  after_rename = "replace" in faults.calls[:at]
+  assert path.read_bytes() == (b"newer" if after_rename else b"old")
+  assert list(tmp_path.iterdir()) == [path]
+
+
+def test_an_error_in_the_block_leaves_the_old_file(tmp_path):
+  path = tmp_path / "x"
+  path.write_bytes(b"old")
+  with pytest.raises(KeyboardInterrupt), _atomic.replacing(path) as file:
+    file.write(b"half")
+    raise KeyboardInterrupt
+  assert path.read_bytes() == b"old"
+  assert list(tmp_path.iterdir()) == [path]
+
+
+def test_the_folder_is_forced_to_disk_after_the_rename(tmp_path):
+  calls = count_calls(lambda: replace(tmp_path / "x"))
+  assert calls[-2:] == ["replace", "fsync"]
+  assert calls.count("fsync") == 2
+
+
+KILLED = """
+import sys, time
+from jaxpruner import _atomic
+with _atomic.replacing(sys.argv[1]) as file:
+  file.write(b"half")
+  file.flush()
+  print("writing", flush=True)
+  time.sleep(60)
+"""
+
+
+def writer(path):
+  process = subprocess.Popen(
+    [sys.executable, "-c", KILLED, str(path)], stdout=subprocess.PIPE
+  )
+  assert process.stdout is not None and process.stdout.readline()
+  return process
+
+
+def test_what_a_killed_writer_left_is_swept_and_a_living_one_is_not(tmp_path):
+  path = tmp_path / "x"
+  process = writer(path)
+  try:
+    assert _atomic.sweep(tmp_path) == []
+    replace(path)
+    assert len(list(tmp_path.iterdir())) == 2
+  finally:
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    process.stdout.close()
+  # Another file of the folder: a dead writer's target may never come back.
+  replace(tmp_path / "y")
+  assert sorted(p.name for p in tmp_path.iterdir()) == ["x", "y"]
+
+
+def test_another_hosts_temporary_file_stays_for_a_day(tmp_path):
+  left = tmp_path / ".x.00000000-00000000.jaxpruner.tmp"
+  left.write_bytes(b"")
+  assert _atomic.sweep(tmp_path) == []
+  old = time.time() - 90_000
+  os.utime(left, (old, old))
+  assert _atomic.sweep(tmp_path) == [left]
+
+
+def test_foreign_files_and_links_are_never_swept(tmp_path):
+  victim = tmp_path / "victim"
+  victim.write_bytes(b"kept")
+  name = f".x.{_atomic._host()}-00000000.jaxpruner.tmp"
+  (tmp_path / name).symlink_to(victim)
+  (tmp_path / ".x.tmp").write_bytes(b"")
+  assert _atomic.sweep(tmp_path) == []
+  assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_a_pipe_is_refused_and_stays_a_pipe(tmp_path):
+  os.mkfifo(tmp_path / "pipe")
+  (tmp_path / "link").symlink_to(tmp_path / "pipe")
+  for name in ("pipe", "link"):
+    with pytest.raises(_atomic.PathError, match="is a pipe"):
+      replace(tmp_path / name)
+  assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
+
+
+@pytest.mark.parametrize("path", ["/dev/null", "/dev/stdout"])
+def test_a_device_is_refused(path):
+  # Where standard output is a file, a link to it in /dev is a file too.
+  if pathlib.Path(path).is_file():
+    pytest.skip("is a file here")
+  with pytest.raises(_atomic.PathError):
+    replace(path)
+
+
+@pytest.mark.parametrize("path", ["", ".", "/", "a\0b"])
+def test_a_path_that_names_no_file_is_refused(path):
+  with pytest.raises(_atomic.PathError, match="output path|is a folder"):
+    replace(path)
+
+
+def test_a_missing_folder_and_a_folder_are_named(tmp_path):
+  with pytest.raises(_atomic.PathError, match="does not exist"):
+    replace(tmp_path / "no" / "x")
+  with pytest.raises(_atomic.PathError, match="is a folder"):
+    replace(tmp_path)
+
+
+def test_a_link_is_replaced_and_its_target_left_alone(tmp_path):
+  (tmp_path / "target").write_bytes(b"old")
+  (tmp_path / "link").symlink_to("target")
+  replace(tmp_path / "link")
+  assert (tmp_path / "target").read_bytes() == b"old"
+  assert not (tmp_path / "link").is_symlink()
+
+
+def test_a_long_name_is_written(tmp_path):
+  replace(tmp_path / ("n" * 250))
+  assert (tmp_path / ("n" * 250)).read_bytes() == b"newer"
