@@ -4,7 +4,7 @@ Like the distributions they return a tree of sparsities whose counts add up to
 the request exactly. Unlike them they read values: call them once, outside
 `jit`, and hand the result to a pruner with `fixed`.
 
->>> import functools, jaxpruner
+>>> import functools, jax.numpy as jnp, jaxpruner
 >>> params = {"a": {"kernel": jnp.eye(4)}, "b": {"kernel": jnp.ones((4, 4))}}
 >>> sparsities = lamp(params, 0.5)
 >>> pruner = jaxpruner.MagnitudePruning(

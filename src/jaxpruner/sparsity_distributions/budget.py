@@ -53,10 +53,10 @@ class Budget:
 
   Example:
     >>> import fractions, jax.numpy as jnp
-    >>> budget = Budget({"a": jnp.ones((4, 4)), "b": jnp.ones((2, 8))})
+    >>> budget = Budget({"in": jnp.ones((4, 4)), "out": jnp.ones((2, 8))})
     >>> budget.fill(0.5, {0: fractions.Fraction(3, 4),
     ...                   1: fractions.Fraction(1, 4)})
-    {'a': 0.25, 'b': 0.75}
+    {'in': 0.25, 'out': 0.75}
   """
 
   def __init__(
