@@ -81,8 +81,10 @@ def test_a_config_file_gives_way_to_options(tmp_path):
 def test_a_type_that_dictates_its_sparsity_sets_it():
   assert command.settings_from(parse("--type", "2:4")).sparsity == (0.5,)
   assert command.settings_from(parse("--type", "1:4")).sparsity == (0.75,)
-  with pytest.raises(ValueError, match="N:M keeps N of M"):
+  with pytest.raises(ValueError, match="--type '4:2'.*n=4 exceeds m=2"):
     command.settings_from(parse("--type", "4:2"))
+  with pytest.raises(ValueError, match="N:M keeps N of M"):
+    command.settings_from(parse("--type", "4:4"))
 
 
 def parse(*words):
