@@ -61,9 +61,9 @@ def test_a_visitor_sees_every_operation_once_and_in_order():
 
 
 def test_values_may_be_anything():
-  depth = lambda node, values: [1 + max(values)]
+  depth = lambda _, values: [1 + max(values)]
   traced = program.trace(lambda x: jnp.cos(jnp.sin(x)) + 1, X)
-  assert program.run(traced, [0], depth, constant=lambda var: 0) == [3]
+  assert program.run(traced, [0], depth, constant=lambda _: 0) == [3]
 
 
 def test_a_slice_holds_what_its_outputs_need_and_no_more():
