@@ -35,6 +35,16 @@ CORE = [
   {"config"},
   {"api"},
 ]
+# Inside a package: each module may import those before it. A package stands
+# here once its modules have an order.
+ROOMS = {
+  "program": [
+    "primitives", "jaxprs", "tracing", "running", "errors", "owners",
+    "windows", "evaluate", "__init__",
+  ],
+}  # fmt: skip
+# Packages that import nothing of this library but themselves.
+ALONE = ("program",)
 BOTTOM = CORE[0] | CORE[1]
 # Stand beside the core: they know trees, masks and types, not algorithms.
 BESIDE = ("inspect", "utils", "plot", "sparse")
@@ -92,6 +102,34 @@ def test_core_layers_import_only_what_lies_below(layer):
     for path in files(name):
       if path.exists():
         assert imports(path) <= below, path.name
+
+
+def modules(path, room):
+  """The modules of a package that one of its files imports."""
+  found = set()
+  for node in ast.walk(ast.parse(path.read_text())):
+    if isinstance(node, ast.ImportFrom) and node.module:
+      parts = node.module.split(".")
+      if parts[:2] == ["jaxpruner", room]:
+        names = {alias.name for alias in node.names}
+        found |= {parts[2]} if len(parts) > 2 else names
+  return found
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("room", ROOMS)
+def test_inside_a_room_imports_go_one_way(room):
+  order = ROOMS[room]
+  assert {path.stem for path in files(room)} == set(order)
+  for path in files(room):
+    below = order[: order.index(path.stem)]
+    assert modules(path, room) <= set(below), path.name
+
+
+@pytest.mark.parametrize("room", ALONE)
+def test_a_room_on_its_own_knows_no_other(room):
+  for path in files(room):
+    assert imports(path) <= {room}, path.name
 
 
 @pytest.mark.parametrize("name", BESIDE)
