@@ -256,6 +256,9 @@ def _distribution(cls, config, sparsity_type, fields) -> dict[str, Any]:
       "0.8"
     )
   sparsity = sparsity_distributions.check_sparsity(sparsity)
+  if sparsity == 0 and not options and "dist_type" not in config:
+    if not _knows_sparsity(sparsity_type):
+      return {}  # unset: nothing is removed
   return {
     "sparsity_distribution_fn": functools.partial(
       spelling.DISTRIBUTIONS[name], sparsity=sparsity, **options
@@ -292,7 +295,7 @@ def _schedule(cls, config) -> sparsity_schedules.BaseSchedule:
       end = total * 3 // 4
     if freq is None:
       # At least ten updates, however short the training.
-      freq = cls.update_every or max(1, min(100, end // 10))
+      freq = cls.category.update_every or max(1, min(100, end // 10))
     if start is None:
       start = min(freq, end) if _rewires(cls) else min(total // 4, end)
   kind = config.get("schedule")
@@ -310,7 +313,7 @@ def _schedule(cls, config) -> sparsity_schedules.BaseSchedule:
     kind = (
       "one_shot"
       if start == end
-      else cls.default_schedule
+      else cls.category.default_schedule
       or ("periodic" if _rewires(cls) else "polynomial")
     )
   if not isinstance(kind, str) or kind not in spelling.SCHEDULES:

@@ -171,7 +171,7 @@ def run_cell(
     count = min(length, steps - first)
     carry, losses, taken = built.train(carry, keys, data, first, count, length)
     stretch = _stretch_record(cell, steps, first, count, losses, taken)
-    each = updater.gradients_per_step * _step_cost(flops, stretch)
+    each = updater.category.gradients_per_step * _step_cost(flops, stretch)
     cost += count * each
     on_stretch(stretch)
     first += count

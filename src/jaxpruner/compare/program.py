@@ -63,7 +63,7 @@ def build(task: Task, updater: Any, data: PyTree, devices: int = 1) -> Program:
     world = task.start(params, data, jax.random.fold_in(key, 1))
     batch_key, loss_key = jax.random.split(jax.random.fold_in(key, 2))
     _, batch = task.interact(world, params, data, batch_key, jnp.array(0))
-    cooled = task.cooled(updater.temperature)
+    cooled = task.cooled(updater.category.temperature)
     bound = updater.bind(
       lambda p, batch: cooled.loss(p, batch, loss_key),
       batch,
@@ -119,7 +119,10 @@ def build(task: Task, updater: Any, data: PyTree, devices: int = 1) -> Program:
     active = sum(m.sum(dtype=jnp.float32) for m in jax.tree.leaves(seen))
     mean = lambda m: m.mean(dtype=jnp.float32)
     density = jax.tree.map(mean, masks)
-    trained = updater.trained_masks(jaxpruner.find_state(carry.opt_state))
+    state = jaxpruner.find_state(carry.opt_state)
+    trained = state.masks if updater.holds_zeros else None
+    if updater.category.trained is not None:
+      trained = state.stats[updater.category.trained]
     stored = jax.tree.map(jnp.ones_like, density)
     if trained is not None and size:
       stored = jax.tree.map(mean, trained)

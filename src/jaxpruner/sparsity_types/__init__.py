@@ -22,6 +22,7 @@ from jaxpruner.sparsity_types.masks import (
   ones_each,
   pool,
   select,
+  select_masks,
 )
 from jaxpruner.sparsity_types.pooled import Block, Channel
 from jaxpruner.sparsity_types.transposable import TransposableNByM
@@ -43,4 +44,5 @@ __all__ = [
   "pairwise_sum",
   "pool",
   "select",
+  "select_masks",
 ]
