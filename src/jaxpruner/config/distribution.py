@@ -50,8 +50,9 @@ def build(
   for key in options:
     _CHECKS.get(key, lambda _: None)(options[key])
   sparsity = config.get("sparsity")
+  plain = not options and "dist_type" not in config
   if sparsity is None and knows_sparsity(sparsity_type):
-    if not options and "dist_type" not in config:
+    if plain:
       return {}
     sparsity = getattr(sparsity_type, "sparsity", None)
   if sparsity is None:
@@ -60,6 +61,8 @@ def build(
       "0.8"
     )
   sparsity = sparsity_distributions.check_sparsity(sparsity)
+  if sparsity == 0 and plain and not knows_sparsity(sparsity_type):
+    return {}  # unset: nothing is removed
   return {
     "sparsity_distribution_fn": functools.partial(
       distribution, sparsity=sparsity, **options
