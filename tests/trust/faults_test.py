@@ -29,7 +29,7 @@ def make_source(folder):
 
 
 def save(layout):
-  return lambda source, out: files.save(
+  return lambda _source, out: files.save(
     out, {"a": W, "b": W[:8] > 0}, layout=layout, metadata={"step": 3}
   )
 

@@ -39,7 +39,7 @@ def fingerprint(pruner: jaxpruner.BaseUpdater) -> str:
 
 def _is_key(x: Any) -> bool:
   dtype = getattr(x, "dtype", None)
-  return dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
+  return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
 def _mix(h: jax.Array) -> jax.Array:
