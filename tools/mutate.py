@@ -31,10 +31,9 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 
 # Imported for the forks, which inherit them.
-import hypothesis.extra.numpy  # noqa: E402, F401
-import jax.numpy  # noqa: E402, F401
-import optax  # noqa: E402, F401
-import pytest  # noqa: E402
+import jax.numpy  # noqa: F401
+import optax  # noqa: F401
+import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 SCORES = ROOT / "tools" / "mutation_scores.json"
