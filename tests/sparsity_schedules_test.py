@@ -182,3 +182,71 @@ def test_an_end_before_the_start_raises(gap, end):
       kind(1, end + gap, end)
   with pytest.raises(ValueError, match="update_freq=0"):
     schedules.PeriodicSchedule(0, end, end + gap)
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+def test_alternating_is_dense_before_then_by_turns_then_sparse(jitted):
+  schedule = schedules.AlternatingSchedule(3, 2, 13)
+  at = lambda step: schedule.get_sparsity_at_step(0.5, step)
+  at = jax.jit(at) if jitted else at
+  # Phases of 3 steps from step 2 on, sparse first; sparse from 13 on.
+  expected = [0] * 2 + [1] * 3 + [0] * 3 + [1] * 3 + [0] * 2 + [1] * 5
+  assert [float(at(i)) * 2 for i in range(len(expected))] == expected
+
+
+def test_geometric_removes_a_fifth_of_the_rest_and_ends_at_its_target():
+  schedule = schedules.GeometricSchedule(10, 5, 45)
+  assert schedule.fraction == 0.2
+  found = [
+    float(schedule.get_sparsity_at_step(0.9, step))
+    for step in (0, 4, 5, 14, 15, 25, 44, 45, 99)
+  ]
+  target = float(np.float32(0.9))
+  rounds = [0, 0, 1, 1, 2, 3, 4]
+  expected = [1 - 0.8**n for n in rounds] + [target, target]
+  np.testing.assert_allclose(found, expected, rtol=1e-6)
+  assert found[-2:] == [target, target]
+  # Never beyond the target, though a round would go further.
+  assert float(schedule.get_sparsity_at_step(0.1, 5)) == np.float32(0.1)
+
+
+@pytest.mark.parametrize("name", ["Alternating", "Geometric"])
+def test_schedules_with_an_end_ask_for_it(name):
+  build = getattr(schedules, f"{name}Schedule")
+  with pytest.raises(ValueError, match="update_end_step=None"):
+    build(10, 5)
+  build(10, 5, 5)
+
+
+@pytest.mark.parametrize("fraction", [0.0, 1.0, -0.5, 2, 1, "0.2", None, True])
+def test_a_geometric_fraction_lies_between_zero_and_one(fraction):
+  with pytest.raises(ValueError, match="fraction="):
+    schedules.GeometricSchedule(10, 5, 45, fraction)
+
+
+@pytest.mark.parametrize(
+  "schedule",
+  [
+    schedules.NoUpdateSchedule(),
+    schedules.OneShotSchedule(3),
+    schedules.PeriodicSchedule(3, 2),
+    schedules.PeriodicSchedule(3, 2, 9),
+    schedules.PolynomialSchedule(3, 2, 9, 2.0),
+    schedules.AlternatingSchedule(3, 2, 9),
+    schedules.GeometricSchedule(3, 2, 9, 0.5),
+  ],
+  ids=lambda s: type(s).__name__,
+)
+def test_a_schedule_is_made_again_from_its_configuration(schedule):
+  config = schedule.to_config()
+  assert None not in config.values()
+  assert set(config) <= set(type(schedule).config_keys())
+  assert type(schedule).from_config(config | {"other": 1}) == schedule
+  assert set(type(schedule).needs) <= set(config)
+
+
+def test_defaults_of_schedules_are_documented_ones():
+  assert schedules.OneShotSchedule().target_step == 0
+  periodic = schedules.PeriodicSchedule()
+  assert (periodic.update_freq, periodic.update_start_step) == (100, 0)
+  assert periodic.update_end_step is None

@@ -74,11 +74,15 @@ def readable(path: pathlib.Path) -> Iterator[None]:
   """
   try:
     yield
+  except DataError:
+    raise
   except (
     OSError,
     EOFError,
     KeyError,
     ValueError,
+    RuntimeError,  # of an encrypted zip, or an unknown compression
+    UnicodeError,
     tarfile.TarError,
     zipfile.BadZipFile,
     zlib.error,
@@ -111,7 +115,7 @@ class Package(NamedTuple):
   ) -> list[bytes]:
     """Return files of the archive, each at most so many bytes long."""
     path = self.find(folder)
-    with path.open("rb") as file:
+    with readable(path), path.open("rb") as file:
       _compare(
         hashlib.file_digest(file, "sha256").hexdigest(), self.sha256, str(path)
       )

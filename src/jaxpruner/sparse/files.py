@@ -1,5 +1,6 @@
 """Model files: bits and kept values in one checked `.safetensors`."""
 
+import itertools
 import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -158,6 +159,25 @@ def load(path: str | os.PathLike, like: Any = None) -> tuple[Any, Any]:
   return treedef.unflatten(params), treedef.unflatten(masks)
 
 
+def _insert(tree: Any, path: tuple[str | int, ...], leaf: Any) -> bool:
+  """Put a leaf at a path of nested dicts; tell whether there was room.
+
+  Keys of one dict are all names or all numbers: JAX sorts them.
+  """
+  for i, key in enumerate(path):
+    if not isinstance(tree, dict) or any(
+      type(other) is not type(key) for other in itertools.islice(tree, 1)
+    ):
+      return False
+    if i + 1 < len(path):
+      tree = tree.setdefault(key, {})
+    elif key in tree:
+      return False
+    else:
+      tree[key] = leaf
+  return True
+
+
 def _nest(file: _layouts.SparseFile, leaves: dict) -> tuple[Any, Any]:
   params: Any = {}
   masks: Any = {}
@@ -165,16 +185,11 @@ def _nest(file: _layouts.SparseFile, leaves: dict) -> tuple[Any, Any]:
     if not tensor.path:
       return leaves[name]
     for tree, leaf in zip((params, masks), leaves[name], strict=True):
-      for key in tensor.path[:-1]:
-        tree = tree.setdefault(key, {})
-        if not isinstance(tree, dict):
-          break
-      if not isinstance(tree, dict) or tensor.path[-1] in tree:
+      if not _insert(tree, tensor.path, leaf):
         raise FileFormatError(
           f"{file.path}: tensor {name!r} collides with another on the way "
           "into nested dicts; pass `like`"
         )
-      tree[tensor.path[-1]] = leaf
   return params, masks
 
 

@@ -1,0 +1,281 @@
+"""Damaged inputs of every reader: refused in our words, or read as they are.
+
+A few hundred inputs per reader here, ten thousand in the slow test. An input
+that once broke a reader is kept in `corpus/` and tried at every run; a failing
+one is written to the test's folder, from where it can be added.
+"""
+
+import gzip
+import hashlib
+import io
+import json
+import pathlib
+import random
+import struct
+import tarfile
+import tempfile
+import zipfile
+
+import fuzz
+import numpy as np
+import pytest
+
+from jaxpruner import archives, datasets
+from jaxpruner.post_training import pruning
+from jaxpruner.post_training.models import gguf
+from jaxpruner.sparse import _choose, _layouts, _safetensors, files, structure
+
+CORPUS = pathlib.Path(__file__).parent / "corpus"
+FEW, MANY = 300, 10_000
+RNG = np.random.default_rng(0)
+TREE = {
+  "a": {"w": RNG.normal(size=(6, 8)).astype(np.float32)},
+  "é": np.arange(3),
+  "flag": np.array([True, False]),
+}
+TREE["a"]["w"][:, ::2] = 0
+MASKS = {
+  "a": {"w": (TREE["a"]["w"] != 0).astype("u1")}, "é": None, "flag": None,
+}  # fmt: skip
+
+
+def saved(layout):
+  with tempfile.TemporaryDirectory() as folder:
+    path = pathlib.Path(folder) / "x"
+    masks = None if layout == "dense" else MASKS
+    files.save(path, TREE, masks, layout=layout, metadata={"n": [1, "x"]})
+    return path.read_bytes()
+
+
+def split(content):
+  length = int.from_bytes(content[:8], "little")
+  return json.loads(content[8 : 8 + length]), content[8 + length :]
+
+
+def joined(header, data):
+  text = json.dumps(header).encode()
+  return struct.pack("<Q", len(text)) + text + data
+
+
+def resealed(header, data):
+  """Repair the digest of a packed header, as an attacker can."""
+  try:
+    about = header["__metadata__"]
+    about.pop("jaxpruner_sha256", None)
+    entries = {
+      k: _safetensors.Entry(
+        _safetensors.DTYPES[v["dtype"]], tuple(v["shape"]), *v["data_offsets"]
+      )
+      for k, v in header.items()
+      if k != "__metadata__"
+    }
+    about["jaxpruner_sha256"] = _safetensors.header_digest(entries, about)
+  except Exception:  # damaged beyond sealing: tried as it is
+    pass
+  return joined(header, data)
+
+
+def damage_file(rng, content):
+  """Damage a safetensors file by bytes, header or manifest."""
+  kind = rng.randrange(3)
+  if kind == 0:
+    return fuzz.damage_bytes(rng, content)
+  header, data = split(content)
+  if kind == 1:
+    return joined(fuzz.damage_tree(rng, header), data)
+  about = header["__metadata__"]
+  if "jaxpruner" in about:
+    manifest = fuzz.damage_tree(rng, json.loads(about["jaxpruner"]))
+    about["jaxpruner"] = json.dumps(manifest)
+  elif "jaxpruner_names" in about:
+    about["jaxpruner_names"] = json.dumps(fuzz.odd(rng))
+  return resealed(header, data)
+
+
+def read_file(path):
+  params, masks = files.load(path)
+  files.read_metadata(path)
+  with _layouts.SparseFile(path) as file:
+    for name in file.tensors:
+      array, mask = file.read(name)
+      structure.describe(array != 0)
+      assert mask is None or mask.shape == array.shape
+      list(file.chunks(name))
+  # What could be read can be written and read again.
+  again = path.with_name("again")
+  files.save(again, params, masks, metadata=files.read_metadata(path))
+  files.load(again)
+
+
+def make_gguf():
+  text = lambda s: struct.pack("<Q", len(s)) + s
+  head = b"GGUF" + struct.pack("<IQQ", 3, 3, 3)
+  head += text(b"general.alignment") + struct.pack("<II", 4, 32)
+  head += text(b"names") + struct.pack("<IIQ", 9, 8, 2) + text(b"a") * 2
+  head += text(b"eps") + struct.pack("<If", 6, 0.5)
+  for name, kind, shape, at in (
+    (b"x", 0, (4, 2), 0), (b"q", 8, (32,), 32), (b"p", 3, (32, 1), 96),
+  ):  # fmt: skip
+    head += text(name) + struct.pack("<I", len(shape))
+    head += struct.pack(f"<{len(shape)}Q", *shape) + struct.pack(
+      "<IQ", kind, at
+    )
+  return head + b"\0" * (-len(head) % 32) + bytes(range(128)) + b"\0" * 32
+
+
+def read_gguf(path):
+  found = gguf.parse(path.read_bytes())
+  for name, entry in found.entries.items():
+    assert found.read(name, entry.shape).dtype == np.float32
+
+
+def make_tar(mode="w:gz"):
+  raw = io.BytesIO()
+  with tarfile.open(fileobj=raw, mode=mode) as tar:
+    for name, content in (("p/x", b"x" * 600), ("p/y", b"y")):
+      about = tarfile.TarInfo(name)
+      about.size = len(content)
+      tar.addfile(about, io.BytesIO(content))
+  return raw.getvalue()
+
+
+def make_wheel():
+  raw = io.BytesIO()
+  with zipfile.ZipFile(raw, "w", zipfile.ZIP_DEFLATED) as wheel:
+    wheel.writestr("p/x", b"x" * 600)
+    wheel.writestr("p/y", b"y")
+  return raw.getvalue()
+
+
+def package_reader(suffix):
+  def read(path):
+    target = path.with_name("package" + suffix)
+    content = path.read_bytes()
+    target.write_bytes(content)
+    # Its own sum: what is tried is the reader behind it.
+    sha256 = hashlib.sha256(content).hexdigest()
+    package = archives.Package(target.name, sha256, "fetch")
+    package.read(("p/x", 1000), ("p/y", 10), folder=str(path.parent))
+
+  return read
+
+
+def idx_file():
+  return b"\0\0\x08\x03" + struct.pack(">3I", 2, 3, 4) + bytes(24)
+
+
+def read_idx(suffix):
+  def read(path):
+    target = path.with_name("idx" + suffix)
+    target.write_bytes(path.read_bytes())
+    datasets.read_idx(target)
+
+  return read
+
+
+def enwik8_reader(name):
+  def read(path):
+    folder = path.with_name("enwik8-folder")
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_bytes(path.read_bytes())
+    datasets.load_enwik8(str(folder))
+
+  return read
+
+
+def read_cache(path):
+  timings = _choose.Timings(path)
+  for key in timings.table:
+    times = timings.get(key, timings.table[key])
+    assert times is None or all(t >= 0 for t in times.values())
+  timings.save()
+
+
+def read_job(path):
+  folder = path.with_name("job")
+  folder.mkdir(exist_ok=True)
+  (folder / "job.json").write_bytes(path.read_bytes())
+  pruning._claim(folder, JOB)
+
+
+JOB = {"settings": {"method": "wanda", "damping": 0.01}, "data": "ab" * 32,
+       "targets": {"a/w": 0.5}, "refit": False}  # fmt: skip
+CACHE = json.dumps({"k": {"dense": 1.0, "sell": 0.5}, "l": {"dense": 2}})
+PLAIN = fuzz.damage_bytes
+READERS = {
+  **{
+    layout: (lambda layout=layout: saved(layout), damage_file, read_file,
+             files.FileFormatError)
+    for layout in _layouts.LAYOUTS
+  },
+  "gguf": (make_gguf, PLAIN, read_gguf, archives.DataError),
+  "tgz": (make_tar, PLAIN, package_reader(".tgz"), archives.DataError),
+  "tar": (lambda: make_tar("w"), PLAIN, package_reader(".tgz"),
+          archives.DataError),
+  "wheel": (make_wheel, PLAIN, package_reader(".whl"), archives.DataError),
+  "idx": (idx_file, PLAIN, read_idx(""), archives.DataError),
+  "idx-gz": (lambda: gzip.compress(idx_file(), mtime=0), PLAIN,
+             read_idx(".gz"), archives.DataError),
+  "enwik8": (lambda: make_tar(), PLAIN,
+             enwik8_reader("mingru_pytorch-0.2.1.tar.gz"), archives.DataError),
+  "enwik8-gz": (lambda: gzip.compress(b"x" * 99, mtime=0), PLAIN,
+                enwik8_reader("enwik8.gz"), archives.DataError),
+  "cache": (CACHE.encode, fuzz.damage_json, read_cache, ()),
+  "job": (lambda: json.dumps(JOB).encode(), fuzz.damage_json, read_job,
+          ValueError),
+}  # fmt: skip
+
+
+def attempt(reader, content, folder):
+  """Give one input to a reader; tell whether it was refused."""
+  *_, read, refusal = READERS[reader]
+  path = folder / "input"
+  path.write_bytes(content)
+  try:
+    read(path)
+  except refusal as error:
+    # A message, and of ours: not a bare KeyError or an encoding's complaint.
+    assert str(error)
+    return True
+  except BaseException:
+    kept = folder / f"{reader}-{hashlib.sha256(content).hexdigest()[:12]}"
+    kept.write_bytes(content)
+    print(f"kept as {kept}")
+    raise
+  return False
+
+
+def fuzz_many(reader, folder, count, seed):
+  make, damage, *_ = READERS[reader]
+  rng, content = random.Random(f"{reader} {seed}"), make()
+  return sum(
+    attempt(reader, damage(rng, content), folder) for _ in range(count)
+  )
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_an_undamaged_input_is_read(reader, tmp_path):
+  refused = attempt(reader, READERS[reader][0](), tmp_path)
+  # Ours are too short to be the true set.
+  assert refused == reader.startswith("enwik8")
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_damaged_inputs_are_refused_in_words(reader, tmp_path):
+  fuzz_many(reader, tmp_path, FEW, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reader", READERS)
+def test_ten_thousand_damaged_inputs_are_refused_in_words(reader, tmp_path):
+  fuzz_many(reader, tmp_path, MANY, 1)
+
+
+KEPT = sorted(p for p in CORPUS.glob("*/*") if p.is_file())
+
+
+@pytest.mark.parametrize(
+  "path", KEPT, ids=lambda p: f"{p.parent.name}/{p.name}"
+)
+def test_what_once_broke_a_reader_is_refused(path, tmp_path):
+  attempt(path.parent.name, path.read_bytes(), tmp_path)

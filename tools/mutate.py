@@ -1,0 +1,308 @@
+"""Change the code in small ways, and see whether a room's own tests notice.
+
+    python tools/mutate.py safetensors --seconds 120
+    python tools/mutate.py --list
+
+A mutation is one edit of the syntax tree: a comparison, an operator, a
+constant, a condition or a statement. It is killed if the room's tests fail,
+survives if they pass. The room's files are copied with `src` into a temporary
+folder, so that the checkout never changes; mutations are drawn in an order
+that the seed decides, until the budget is spent. Scores are kept in
+`tools/mutation_scores.json`, survivors with file, line and edit.
+"""
+
+import argparse
+import ast
+import copy
+import json
+import os
+import pathlib
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator
+from typing import NamedTuple, NoReturn
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+
+# Imported for the forks, which inherit them.
+import jax.numpy  # noqa: F401
+import optax  # noqa: F401
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+SCORES = ROOT / "tools" / "mutation_scores.json"
+
+# Room -> (files below src/jaxpruner, its own tests).
+ROOMS = {
+  "safetensors": (
+    ["sparse/_safetensors.py"],
+    ["tests/sparse/files", "tests/trust/limits_test.py"],
+  ),
+  "layouts": (
+    ["sparse/_layouts.py", "sparse/files.py"],
+    ["tests/sparse/files", "tests/trust/limits_test.py"],
+  ),
+  "structure": (["sparse/structure.py"], ["tests/sparse/files"]),
+  "atomic": (["_atomic.py"], ["tests/trust/atomic_test.py"]),
+  "fingerprint": (["_fingerprint.py"], ["tests/trust/fingerprint_test.py"]),
+  "orbax": (
+    ["integrations/orbax.py"],
+    ["tests/integrations/orbax_test.py", "tests/trust/orbax_test.py"],
+  ),
+  "schedules": (
+    ["sparsity_schedules.py"],
+    ["tests/sparsity_schedules_test.py"],
+  ),
+  "distributions": (
+    ["sparsity_distributions/base.py", "sparsity_distributions/allocation.py"],
+    ["tests/sparsity_distributions"],
+  ),
+  "types": (["sparsity_types"], ["tests/sparsity_types"]),
+  "masks": (["mask_calculator.py"], ["tests/mask_calculator_test.py"]),
+  "engine": (["engine"], ["tests/engine", "tests/mask_calculator_test.py"]),
+  "updater": (
+    ["base_updater.py"],
+    ["tests/algorithms/contract_test.py", "tests/bad_input_test.py"],
+  ),
+  "trainers": (["algorithms/sparse_trainers.py"], ["tests/algorithms"]),
+}
+
+_COMPARISONS = {
+  ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt,
+  ast.Eq: ast.NotEq, ast.NotEq: ast.Eq, ast.Is: ast.IsNot, ast.IsNot: ast.Is,
+  ast.In: ast.NotIn, ast.NotIn: ast.In,
+}  # fmt: skip
+_OPERATORS = {
+  ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.FloorDiv,
+  ast.Div: ast.Mult, ast.FloorDiv: ast.Mult, ast.Mod: ast.Mult,
+  ast.LShift: ast.RShift, ast.RShift: ast.LShift, ast.BitAnd: ast.BitOr,
+  ast.BitOr: ast.BitAnd, ast.BitXor: ast.BitAnd, ast.Pow: ast.Mult,
+}  # fmt: skip
+
+
+class Mutation(NamedTuple):
+  """One edit: which node of which file, and how."""
+
+  path: pathlib.Path
+  node: int
+  kind: str
+  line: int
+  before: str
+
+
+def _skipped(tree: ast.AST) -> set[int]:
+  """Return nodes whose change is no change: annotations and docstrings."""
+  skipped: set[int] = set()
+  for node in ast.walk(tree):
+    for name in ("annotation", "returns"):
+      if getattr(node, name, None) is not None:
+        skipped |= {id(n) for n in ast.walk(getattr(node, name))}
+    body = getattr(node, "body", None)
+    if isinstance(body, list):
+      for statement in body:
+        # A text alone documents; messages of errors are for readers.
+        if isinstance(statement, ast.Expr) and isinstance(
+          statement.value, ast.Constant
+        ):
+          skipped |= {id(n) for n in ast.walk(statement)}
+    if isinstance(node, ast.JoinedStr):
+      skipped |= {id(n) for n in ast.walk(node)}
+    if isinstance(node, ast.Raise) and node.exc is not None:
+      skipped |= {id(n) for n in ast.walk(node.exc)}
+  return skipped
+
+
+def kinds(node: ast.AST) -> list[str]:
+  """Return the edits that apply to a node."""
+  if isinstance(node, ast.Compare):
+    return ["comparison"]
+  if isinstance(node, ast.BinOp | ast.AugAssign):
+    return ["operator"] if type(node.op) in _OPERATORS else []
+  if isinstance(node, ast.BoolOp):
+    return ["and-or", "drop-operand"]
+  if isinstance(node, ast.UnaryOp):
+    return ["unary"]
+  if isinstance(node, ast.If | ast.IfExp | ast.While):
+    return ["condition"]
+  if isinstance(node, ast.Constant) and isinstance(
+    node.value, bool | int | float
+  ):
+    return ["constant"]
+  if isinstance(node, ast.Expr | ast.Assign | ast.AugAssign | ast.Raise):
+    return ["remove"]
+  if isinstance(node, ast.Return) and node.value is not None:
+    return ["return-none"]
+  return []
+
+
+def mutate(node: ast.AST, kind: str) -> ast.AST:
+  """Return the node after the edit; a copy."""
+  new = copy.deepcopy(node)
+  if kind == "comparison" and isinstance(new, ast.Compare):
+    new.ops[0] = _COMPARISONS[type(new.ops[0])]()
+  elif kind == "operator" and isinstance(new, ast.BinOp | ast.AugAssign):
+    new.op = _OPERATORS[type(new.op)]()
+  elif kind == "and-or" and isinstance(new, ast.BoolOp):
+    new.op = ast.Or() if isinstance(new.op, ast.And) else ast.And()
+  elif kind == "drop-operand" and isinstance(new, ast.BoolOp):
+    new.values = new.values[:-1]
+  elif kind == "unary" and isinstance(new, ast.UnaryOp):
+    return new.operand
+  elif kind == "condition" and isinstance(new, ast.If | ast.IfExp | ast.While):
+    new.test = ast.UnaryOp(ast.Not(), new.test)
+  elif kind == "constant" and isinstance(new, ast.Constant):
+    value = new.value
+    new.value = not value if isinstance(value, bool) else value + 1  # pyright: ignore
+  elif kind == "remove":
+    return ast.Pass()
+  elif kind == "return-none" and isinstance(new, ast.Return):
+    new.value = ast.Constant(None)
+  return new
+
+
+def find(path: pathlib.Path) -> Iterator[Mutation]:
+  """Yield every mutation of a file."""
+  tree = ast.parse(path.read_text())
+  skipped = _skipped(tree)
+  for number, node in enumerate(ast.walk(tree)):
+    if id(node) in skipped:
+      continue
+    for kind in kinds(node):
+      line = getattr(node, "lineno", 0)
+      before = ast.unparse(node).splitlines()[0][:70]
+      yield Mutation(path, number, kind, line, before)
+
+
+def apply(mutation: Mutation) -> str:
+  """Return the source of the file with the mutation made."""
+  tree = ast.parse(mutation.path.read_text())
+  target = list(ast.walk(tree))[mutation.node]
+
+  class Replace(ast.NodeTransformer):
+    def visit(self, node: ast.AST) -> ast.AST:
+      if node is target:
+        return mutate(node, mutation.kind)
+      return self.generic_visit(node)
+
+  return ast.unparse(ast.fix_missing_locations(Replace().visit(tree)))
+
+
+def run_tests(source: pathlib.Path, tests: list[str], timeout: float) -> str:
+  """Return "passed", "failed" or "timeout".
+
+  The tests run in a fork of this process, which has imported JAX and pytest
+  and nothing of ours: that halves the time of a mutation.
+  """
+  with warnings.catch_warnings():
+    # JAX warns of forks; no backend has started here.
+    warnings.simplefilter("ignore")
+    child = os.fork()
+  if not child:
+    _run_in_child(source, tests)
+  end = time.monotonic() + timeout
+  while time.monotonic() < end:
+    done, status = os.waitpid(child, os.WNOHANG)
+    if done:
+      return "failed" if status else "passed"
+    time.sleep(0.05)
+  os.kill(child, signal.SIGKILL)
+  os.waitpid(child, 0)
+  return "timeout"
+
+
+def _run_in_child(source: pathlib.Path, tests: list[str]) -> NoReturn:
+  code = 1
+  try:
+    os.environ["PYTHONPATH"] = str(source)  # of processes that tests start
+    os.environ["HYPOTHESIS_PROFILE"] = "quick"
+    os.chdir(ROOT)
+    sys.dont_write_bytecode = True
+    sys.path.insert(0, str(source))
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)
+    os.dup2(null, 2)
+    options = ["-x", "-q", "-n", "0", "-m", "not slow", "-p"]
+    code = int(pytest.main([*options, "no:cacheprovider", *tests]))
+  finally:
+    os._exit(code)
+
+
+def score(room: str, seconds: float, seed: int) -> dict:
+  """Try mutations of a room until the time is spent; return its score."""
+  names, tests = ROOMS[room]
+  package = ROOT / "src" / "jaxpruner"
+  paths = [
+    path
+    for name in names
+    for path in sorted(
+      (package / name).rglob("*.py") if (package / name).is_dir()
+      else [package / name]
+    )
+  ]  # fmt: skip
+  mutations = [m for path in paths for m in find(path)]
+  random.Random(seed).shuffle(mutations)
+  tried, survivors = 0, []
+  with tempfile.TemporaryDirectory(prefix="mutate-") as folder:
+    source = pathlib.Path(folder) / "src"
+    shutil.copytree(
+      ROOT / "src", source, ignore=shutil.ignore_patterns("__pycache__")
+    )
+    start = time.monotonic()
+    if run_tests(source, tests, 10 * seconds) != "passed":
+      raise SystemExit(f"{room}: the tests fail without a mutation")
+    alone = time.monotonic() - start
+    end = time.monotonic() + seconds
+    for mutation in mutations:
+      if time.monotonic() > end:
+        break
+      place = source / mutation.path.relative_to(ROOT / "src")
+      place.write_text(apply(mutation))
+      verdict = run_tests(source, tests, 60 + 5 * alone)
+      shutil.copy(mutation.path, place)
+      tried += 1
+      where = mutation.path.relative_to(package)
+      text = f"{where}:{mutation.line} {mutation.kind}: {mutation.before}"
+      print(f"{verdict:8} {text}", flush=True)
+      if verdict == "passed":
+        survivors.append(text)
+  return {
+    "tried": tried,
+    "killed": tried - len(survivors),
+    "of": len(mutations),
+    "seed": seed,
+    "survivors": sorted(survivors),
+  }
+
+
+def main() -> int:
+  parser = argparse.ArgumentParser(description=__doc__)
+  parser.add_argument("rooms", nargs="*", metavar="ROOM", help="; ".join(ROOMS))
+  parser.add_argument("--seconds", type=float, default=600, help="per room")
+  parser.add_argument("--seed", type=int, default=0, help="of the order")
+  parser.add_argument("--list", action="store_true", help="show kept scores")
+  args = parser.parse_args()
+  kept = json.loads(SCORES.read_text()) if SCORES.exists() else {}
+  if not args.list:
+    for room in args.rooms or ROOMS:
+      kept[room] = score(room, args.seconds, args.seed)
+      text = json.dumps(kept, indent=1, sort_keys=True) + "\n"
+      SCORES.write_text(text)
+  for room, found in sorted(kept.items()):
+    rate = found["killed"] / max(found["tried"], 1)
+    print(
+      f"{room:14} {found['killed']:4d} of {found['tried']:4d} killed "
+      f"({100 * rate:.0f} %), {found['of']} possible"
+    )
+    for text in found["survivors"]:
+      print(f"  survived {text}")
+  return 0
+
+
+if __name__ == "__main__":
+  raise SystemExit(main())
