@@ -84,17 +84,14 @@ def reference(name):
 
 def assert_contract(updater, params, state):
   """Pruned weights are +0.0, and exactly the asked number is kept."""
-  masks = [updater_masks(state)[k]["kernel"] for k in ("in", "out")]
+  params = updater.pre_forward_update(params, state)
+  masks = [state.masks[k]["kernel"] for k in ("in", "out")]
   kernels = [params[k]["kernel"] for k in ("in", "out")]
   assert sum(int(np.asarray(m).sum(dtype=np.int64)) for m in masks) == KEPT
   for mask, kernel in zip(masks, kernels, strict=True):
     pruned = np.asarray(kernel)[np.asarray(mask) == 0]
     assert not pruned.any() and not np.signbit(pruned).any()
     assert kernel.dtype == jnp.float32 and mask.dtype == jnp.uint8
-
-
-def updater_masks(state):
-  return state.masks
 
 
 @pytest.mark.parametrize("switch", SWITCHES)

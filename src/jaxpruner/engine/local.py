@@ -251,7 +251,8 @@ def _by_rank(plan: Plan, ones: Array, dtype) -> tuple[list[Array], Array]:
     this, other = scores[:, None], scores[None]
     index = lax.iota(jnp.int32, scores.size)
     larger = (other > this).astype(jnp.int32)
-    earlier = ((other == this) & (index < index[:, None])).astype(jnp.int32)
+    first = index[None] < index[:, None]
+    earlier = ((other == this) & first).astype(jnp.int32)
     above, before = sel.sums([larger, earlier], (1,))
     rank = (above + before).astype(COUNT)
     chosen = rank < at(ones, segment)
