@@ -60,7 +60,7 @@ ROOMS = {
     ["tests/sparsity_schedules_test.py"],
   ),
   "distributions": (
-    ["sparsity_distributions/base.py", "sparsity_distributions/allocation.py"],
+    ["sparsity_distributions"],
     ["tests/sparsity_distributions"],
   ),
   "types": (["sparsity_types"], ["tests/sparsity_types"]),

@@ -68,7 +68,9 @@ def read_idx(path: pathlib.Path, limit: int = 1 << 28) -> np.ndarray:
   if len(raw) < head:
     raise DataError(f"{path}: IDX header is cut short")
   shape = struct.unpack(f">{raw[3]}I", raw[4:head])
-  if math.prod(shape) != len(raw) - head:
+  # NumPy refuses huge sides even beside an empty one.
+  huge = math.prod(max(side, 1) for side in shape) > limit
+  if huge or math.prod(shape) != len(raw) - head:
     raise DataError(
       f"{path}: header says {shape}, but {len(raw) - head} bytes follow"
     )

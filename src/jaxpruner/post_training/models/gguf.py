@@ -79,7 +79,8 @@ class File(NamedTuple):
     weights, size = _BLOCKS[entry.kind]
     count = math.prod(shape) // weights
     raw = np.frombuffer(self.data, np.uint8, count * size, entry.offset)
-    values = _decode(raw.reshape(count, size), entry.kind).reshape(shape)
+    with np.errstate(all="ignore"):  # what is not finite is refused below
+      values = _decode(raw.reshape(count, size), entry.kind).reshape(shape)
     if not np.isfinite(values).all():
       raise DataError(
         f"GGUF: tensor {name!r} holds weights that are not finite"
