@@ -94,7 +94,17 @@ def assert_contract(updater, params, state):
     assert kernel.dtype == jnp.float32 and mask.dtype == jnp.uint8
 
 
-@pytest.mark.parametrize("switch", SWITCHES)
+# Each pass of a search runs or is checked operation by operation.
+SLOW = ("tracer_leaks", "disable_jit")
+
+
+@pytest.mark.parametrize(
+  "switch",
+  [
+    pytest.param(s, marks=pytest.mark.slow) if s in SLOW else s
+    for s in SWITCHES
+  ],
+)
 @pytest.mark.parametrize("name", NAMES)
 def test_algorithms_keep_their_contract_under_every_switch(name, switch):
   context, same = SWITCHES[switch]
