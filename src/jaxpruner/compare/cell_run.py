@@ -26,7 +26,22 @@ CHUNKS = 20  # parts a training is cut into: snapshots, progress, restarts
 def updater_config(
   task: Task, cell: Cell, settings: ComparisonSettings
 ) -> dict[str, Any]:
-  """Return what `create_updater_from_config` is given for this cell."""
+  """Return the configuration of a cell's updater.
+
+  Args:
+    task: the task.
+    cell: the cell.
+    settings: the comparison.
+
+  Returns:
+    The argument of `create_updater_from_config`.
+
+  Example:
+    >>> task = tasks.make_task("digits", {"steps": 40})
+    >>> config = updater_config(task, Cell("rigl", 0.9), ComparisonSettings())
+    >>> config["sparsity"], config["dist_type"], config["total_steps"]
+    (0.9, 'erk', 40)
+  """
   if cell.algorithm in BASELINES:
     return {"algorithm": "no_prune"}
   config = {
@@ -43,14 +58,14 @@ def updater_config(
     config |= {"update_end_step": (total - 1) * steps}
   if settings.type:
     config["sparsity_type"] = settings.type
-    # N:M gives every leaf the same sparsity; another share contradicts it.
+    # N:M gives every leaf the same sparsity; ERK would contradict it.
     if settings_lib.type_sparsity(settings.type) is not None:
       config["dist_type"] = settings.distribution or "uniform"
   return config
 
 
 def cell_task(cell: Cell, settings: ComparisonSettings) -> Task:
-  """Return the task; the small dense baseline has its own width."""
+  """Return the task of a cell; the small dense baseline is narrower."""
   task = tasks.make_task(settings.task, settings.options)
   if cell.algorithm != "small_dense":
     return task
@@ -58,8 +73,22 @@ def cell_task(cell: Cell, settings: ComparisonSettings) -> Task:
 
 
 def with_width_for(task: Task, sparsity: float) -> Task:
-  """Return the task with the width whose dense network comes closest to the
-  sparse one's number of weights.
+  """Return the task at the width of the small dense baseline.
+
+  The dense network of this width has as nearly as possible the number of
+  weights that the sparse network keeps.
+
+  Args:
+    task: the task.
+    sparsity: the sparsity of the other network.
+
+  Returns:
+    The task with another width.
+
+  Example:
+    >>> task = tasks.make_task("digits")
+    >>> with_width_for(task, 0.9).width < task.width
+    True
   """
 
   def size(width: int) -> int:
