@@ -20,7 +20,7 @@ from jaxpruner.compare.tasks.base import Task
 from jaxpruner.inspect import cost
 
 PyTree = Any
-CHUNKS = 20  # parts a training is cut into: snapshots, progress, restarts
+CHUNKS = 20  # parts of a training; after each: snapshot, progress, checkpoint
 
 
 def updater_config(
@@ -150,14 +150,14 @@ def _evaluator(task: Task) -> Callable[[PyTree, PyTree], dict[str, jax.Array]]:
 
 
 class Outcome(NamedTuple):
-  """A trained cell: its record for the table, and the first seed's arrays."""
+  """A trained cell: its record, and the arrays of the first seed."""
 
   record: Record
   arrays: dict[str, np.ndarray]
 
 
 class Checkpoint(Protocol):
-  """Where an interrupted training is kept."""
+  """The storage of an interrupted training."""
 
   def load(self) -> dict[str, np.ndarray] | None:
     """Return the arrays of an interrupted training, if there is one."""
@@ -168,7 +168,7 @@ class Checkpoint(Protocol):
     ...
 
   def set_aside(self, reason: str) -> None:
-    """Take a checkpoint that is of no use out of the way."""
+    """Rename a checkpoint that cannot be used."""
     ...
 
 
@@ -178,7 +178,7 @@ def run_cell(
   emit: Callable[[Chunk], None] = lambda _: None,
   checkpoint: Checkpoint | None = None,
 ) -> Outcome:
-  """Train, evaluate and price one cell.
+  """Train and evaluate one cell, and count its cost.
 
   Args:
     cell: which algorithm and sparsity.
@@ -302,7 +302,7 @@ def chunk_of(
   losses: jax.Array,
   taken: training.Snapshot,
 ) -> Chunk:
-  """Return what is stored of a chunk of training.
+  """Return the record of a chunk of training.
 
   Args:
     cell: that is trained.
@@ -333,14 +333,14 @@ def chunk_of(
 def _step_cost(flops: cost.Flops, chunk: Chunk) -> float:
   """Return the FLOPs of one gradient on the example batch.
 
-  Forward and the gradient by the inputs use the masked weights; the gradient
-  by the weights is needed for the weights that are trained.
+  The forward pass and the gradient with respect to the inputs use the masked
+  weights; the gradient with respect to the weights is needed for trained ones.
   """
   return 2 * flops.total(chunk.density) + flops.total(chunk.stored)
 
 
 def _costs_of(flops, spent, task, masks, updater) -> dict[str, Any]:
-  """Return the fields of a record that say what the cell costs."""
+  """Return the fields of a record with the cost of the cell."""
   dense = flops.total()
   density = cost.leaf_densities(masks)
   updates = _dense_gradients(updater, task.steps)
@@ -354,9 +354,9 @@ def _costs_of(flops, spent, task, masks, updater) -> dict[str, Any]:
 
 
 def _dense_gradients(updater: Any, steps: int) -> int:
-  """Return on how many steps a sparse trainer needs every gradient.
+  """Return the number of steps with a dense gradient in a sparse training.
 
-  RigL and its kin rank pruned weights by gradient when they rewire.
+  RigL and similar algorithms rank removed weights by gradient at mask updates.
   """
   category = updater.category
   sparse = category.start == "sparse-to-sparse" and category.dynamic
@@ -370,7 +370,7 @@ def _dense_gradients(updater: Any, steps: int) -> int:
 
 
 def _sizes_of(params, masks) -> dict[str, Any]:
-  """Return the fields of a record that say what the network weighs."""
+  """Return the fields of a record with the size of the network."""
   one = lambda tree: jax.tree.map(lambda x: np.asarray(x[0]), tree)
   flat = jax.tree.leaves(masks)
   prunable = sum(m[0].size for m in flat)
@@ -379,7 +379,7 @@ def _sizes_of(params, masks) -> dict[str, Any]:
     sum(int(m[i].size - np.count_nonzero(m[i])) for m in flat)
     for i in range(seeds)
   ]
-  # The weights themselves are checked, not only the masks that claim it.
+  # Check the weights themselves, not only the masks.
   kept_zero = 0
   named = dict(jax.tree_util.tree_flatten_with_path(params)[0])
   for path, mask in jax.tree_util.tree_flatten_with_path(masks)[0]:
@@ -397,7 +397,7 @@ def _sizes_of(params, masks) -> dict[str, Any]:
 
 
 def _collapsed(masks) -> list[str]:
-  """Name the leaves that lost every weight in some seed."""
+  """Return the leaves that lost every weight with at least one seed."""
   return [
     cost.path_name(path)
     for path, mask in jax.tree_util.tree_flatten_with_path(masks)[0]
@@ -408,7 +408,7 @@ def _collapsed(masks) -> list[str]:
 def _problem(
   record: Record, task: Task, cell: Cell, settings: ComparisonSettings
 ) -> str:
-  """Return why the cell may not enter the table, or ''."""
+  """Return the reason to keep the cell out of the table, or ''."""
   values = np.array(record.metrics[task.metric], float)
   if not np.all(np.isfinite(values)):
     return f"{task.metric} is not finite: the training diverged"

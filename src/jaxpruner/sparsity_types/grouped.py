@@ -62,11 +62,7 @@ class NByM(SparsityType):
 
   def check(self, shape: Shape, sparsity: Any, name: str = "scores") -> None:
     super().check(shape, sparsity, name)
-    if not -len(shape) <= self.axis < len(shape):
-      raise ValueError(
-        f"{name}: shape {shape} has no axis {self.axis}; pass NByM(axis=…), or "
-        "leave it out with filter_fn"
-      )
+    check_has_axis(self, shape, self.axis, name)
     size = shape[self.axis]
     if size % self.m:
       raise ValueError(
