@@ -13,7 +13,7 @@ import jaxpruner
 ROOT = pathlib.Path(jaxpruner.__file__).parent
 
 # Know nothing of pruning: everyone may use them.
-TOOLS = {"_atomic", "_fingerprint"}
+TOOLS = {"_atomic", "_fingerprint", "_tools"}
 # Each layer may import those before it, and itself.
 CORE = [
   TOOLS
@@ -22,7 +22,6 @@ CORE = [
     "_leaves",
     "_on_use",
     "_registry",
-    "_tools",
     "engine",
     "program",
     "mask_calculator",

@@ -5,7 +5,6 @@ leaf stays dense". A bare `jax.tree.map` would drop it; the functions here align
 such trees with the parameters instead, and `Prunable` leaves it out.
 """
 
-import difflib
 import fnmatch
 import zlib
 from collections.abc import Callable, Iterable
@@ -16,6 +15,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxpruner import mask_calculator
+from jaxpruner._tools import nearest as nearest
 
 PyTree: TypeAlias = Any
 Names: TypeAlias = tuple[str, ...]
@@ -194,17 +194,6 @@ def unpack(mask: jax.Array, param: jax.Array) -> jax.Array:
     mask,
     like=param,
   )
-
-
-def nearest(word: Any, words: Iterable[str]) -> str:
-  """Return a hint naming the valid word closest to a wrong one."""
-  words = sorted(map(str, words))
-  spelled = word if isinstance(word, str) else ""
-  close = difflib.get_close_matches(spelled, words, n=1, cutoff=0.5)
-  if close:
-    return f"did you mean {close[0]!r}?"
-  shown = ", ".join(map(repr, words[:12])) + (", …" if len(words) > 12 else "")
-  return f"choose from {shown}" if words else "there is nothing to choose from"
 
 
 def match_patterns(

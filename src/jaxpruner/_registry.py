@@ -1,7 +1,7 @@
-"""Open tables: names in configuration, and what they stand for.
+"""Open tables: from names in configuration to classes and functions.
 
-The library's own entries and a user's are equal: both are found by name, listed
-together, and refused if the name is taken.
+Entries of the library and of users are treated alike: they are found by name,
+listed together, and refused if the name is taken.
 """
 
 import contextlib
@@ -9,7 +9,7 @@ import importlib
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any, Generic, TypeVar
 
-from jaxpruner import _leaves
+from jaxpruner import _tools
 
 T = TypeVar("T")
 
@@ -20,14 +20,18 @@ TABLES: "list[Registry[Any]]" = []
 class Registry(MutableMapping[str, T], Generic[T]):
   """A table from names to entries that users may extend.
 
-  An entry given as `"module:attribute"` is imported on first use, so that a
-  table costs nothing until it is asked.
+  An entry written as `"module:attribute"` is imported on first use, so that a
+  table does not slow down the import of the library.
 
   Args:
     argument: the word before the name in errors, such as `dist_type`.
     door: the public function that adds an entry, named in errors.
-    entries: what the library itself registers.
-    owner: entry -> the class or function that it is known by.
+    entries: the library's own entries.
+    owner: entry -> the class or function whose module and name identify it.
+
+  Attributes:
+    argument: as above.
+    door: as above.
 
   Example:
     >>> table = Registry("format", "register_format", {"sqrt": "math:sqrt"})
@@ -75,23 +79,40 @@ class Registry(MutableMapping[str, T], Generic[T]):
     return isinstance(name, str) and name in self._entries
 
   def find(self, name: Any) -> T:
-    """Return the entry of a name, or raise and name the nearest one."""
+    """Return the entry of a name.
+
+    Args:
+      name: the name.
+
+    Returns:
+      The entry, imported if necessary.
+
+    Raises:
+      ValueError: the name is unknown; the message shows the nearest one.
+    """
     if name not in self:
       raise ValueError(
         f"{self.argument}={name!r} is unknown, not registered; "
-        f"{_leaves.nearest(name, self)} (register your own with {self.door})"
+        f"{_tools.nearest(name, self)} (register your own with {self.door})"
       )
     return self[name]
 
   def name_of(self, entry: Any) -> str | None:
-    """Return the name an entry is registered under, or None."""
+    """Return the name that an entry is registered under, or None."""
     return next((name for name in self if self[name] is entry), None)
 
   def register(self, name: str, entry: T) -> None:
-    """Add an entry; a name that stands for something else is refused.
+    """Add an entry; a name that is taken by another entry is refused.
 
     A class or function of the same module and qualified name replaces the old
-    one: that is a module reloaded, or a notebook's cell run again.
+    one: this happens when a module is reloaded or a notebook cell runs again.
+
+    Args:
+      name: the name, a non-empty string.
+      entry: the class or function.
+
+    Raises:
+      ValueError: names the modules of both entries.
     """
     if not isinstance(name, str) or not name:
       raise ValueError(
@@ -115,7 +136,7 @@ class Registry(MutableMapping[str, T], Generic[T]):
 
 @contextlib.contextmanager
 def restored() -> Iterator[None]:
-  """Undo, at the end, all registrations made inside."""
+  """Undo all registrations of a `with` block at its end."""
   before = [dict(table._entries) for table in TABLES]
   try:
     yield

@@ -1,8 +1,8 @@
-"""Activation sparsity: keep the largest activations, and measure how few.
+"""Activation sparsity: keep the largest activations, and measure the zeros.
 
-`top_k` and `threshold` are activation functions like any other, for a layer of
-your own. `sparsify` finds the activations of a function it is given, in any
-framework, by tracing it.
+`top_k` and `threshold` are activation functions to use inside a model.
+`sparsify` adds them to an existing model of any framework: it traces the model
+and finds its activations.
 """
 
 import functools
@@ -18,7 +18,7 @@ from jaxpruner.sparsity_types import check_sparsity
 
 Array: TypeAlias = jax.Array
 # jax.nn functions that keep their name in a traced function. Others, such as
-# gelu, dissolve into arithmetic: follow those by `top_k` in the model itself.
+# gelu, are traced as plain arithmetic: call `top_k` after them in the model.
 NAMES = frozenset(
   "relu relu6 silu swish elu selu celu leaky_relu softplus mish hard_silu "
   "hard_sigmoid hard_tanh squareplus".split()
@@ -26,12 +26,22 @@ NAMES = frozenset(
 
 
 def top_k(x: Array, sparsity: float, axis: int = -1) -> Array:
-  """Keep the largest |x| along an axis, zero the fraction `sparsity`.
+  """Keep the entries with the largest |x| along an axis, set others to zero.
 
-  Gradients flow through what is kept (Ahmad & Scheinkman, 2019).
+  Gradients flow through the kept entries only (Ahmad & Scheinkman, "How Can We
+  Be So Dense?", 2019).
 
-  >>> top_k(jnp.array([3.0, -1.0, -4.0, 2.0]), 0.5).tolist()
-  [3.0, 0.0, -4.0, 0.0]
+  Args:
+    x: the activations.
+    sparsity: the fraction of entries to set to zero along the axis.
+    axis: the axis; each slice along it keeps the same number of entries.
+
+  Returns:
+    An array of the same shape.
+
+  Example:
+    >>> top_k(jnp.array([3.0, -1.0, -4.0, 2.0]), 0.5).tolist()
+    [3.0, 0.0, -4.0, 0.0]
   """
   ones = mask_calculator.num_ones(x.shape[axis], check_sparsity(sparsity))
   scores = jax.lax.stop_gradient(jnp.moveaxis(jnp.abs(x), axis, -1))
@@ -41,10 +51,21 @@ def top_k(x: Array, sparsity: float, axis: int = -1) -> Array:
 
 
 def threshold(x: Array, level: float) -> Array:
-  """Zero what is at most `level` in size (Kurtz et al., 2020).
+  """Set entries with |x| of at most `level` to zero.
 
-  >>> threshold(jnp.array([3.0, -1.0, -4.0, 2.0]), 2.0).tolist()
-  [3.0, 0.0, -4.0, 0.0]
+  Kurtz et al., "Inducing and Exploiting Activation Sparsity for Fast Neural
+  Network Inference", 2020.
+
+  Args:
+    x: the activations.
+    level: the largest absolute value that is set to zero.
+
+  Returns:
+    An array of the same shape.
+
+  Example:
+    >>> threshold(jnp.array([3.0, -1.0, -4.0, 2.0]), 2.0).tolist()
+    [3.0, 0.0, -4.0, 0.0]
   """
   return jnp.where(jnp.abs(x) > level, x, 0)
 
@@ -54,20 +75,24 @@ def sparsify(
   activation: Callable[[Array], Array],
   names: frozenset[str] = NAMES,
 ) -> Callable[..., Any]:
-  """Return `fn` with every activation in it followed by another function.
+  """Return `fn` with a function applied after every activation in it.
 
-  The function is traced, and the results of `jax.nn` functions are passed
-  through `activation` where they arise: `apply` of Flax and Haiku, a call of
-  Equinox or NNX. Not reached: activations inside `scan`, `while`, `cond`
-  and `checkpoint`,
-  and functions without a name of their own (gelu). A function in which nothing
-  is found is refused. Differentiate, jit and vmap the result as you like.
+  The model is traced, and the results of `jax.nn` functions in it are passed
+  through `activation`. Not reached are activations inside `scan`, `while`,
+  `cond` and `checkpoint`, and functions that leave no name in the trace (gelu).
+  The result can be differentiated, jitted and vmapped.
 
   Args:
-    fn: the model, a function of arrays.
-    activation: such as `functools.partial(top_k, sparsity=0.9)`.
-    names: which functions count as activations; primitives such as "tanh" may
-      be added, where the model uses them for nothing else.
+    fn: the model, a function of arrays: `apply` of Flax or Haiku, a call of an
+      Equinox or NNX module.
+    activation: the function to apply, such as
+      `functools.partial(top_k, sparsity=0.9)`.
+    names: the functions that count as activations. Primitives such as "tanh"
+      may be added if the model uses them only as activations.
+
+  Returns:
+    A function with the arguments of `fn`. It raises `ValueError` if it finds
+    no activation.
 
   Example:
     >>> model = lambda w, x: jax.nn.relu(x @ w).sum()
@@ -76,7 +101,7 @@ def sparsify(
     4.0
   """
 
-  @jax.jit  # whose name tells `measure` what became of an activation
+  @jax.jit  # `measure` finds it in the trace by its name
   def sparsified(x):
     return activation(x)
 
@@ -103,10 +128,24 @@ def sparsify(
 def measure(
   fn: Callable[..., Any], *args: Any, names: frozenset[str] = NAMES, **kwargs
 ) -> dict[str, Array]:
-  """Return the share of zeros among the activations of a call, per site.
+  """Return the fraction of zeros in the activations of one call.
 
-  Sites are numbered in the order they are computed: `{"0:relu": 0.53, …}`.
-  After `sparsify`, what it made of each follows as `sparsified`.
+  Args:
+    fn: the model, or the result of `sparsify`.
+    *args: the arguments to call it with.
+    names: the functions that count as activations, as in `sparsify`.
+    **kwargs: keyword arguments to call it with.
+
+  Returns:
+    `"number:function"` -> fraction of zeros, numbered in the order of
+    computation. In a sparsified model every activation is followed by an entry
+    `sparsified`, the fraction after the added function.
+
+  Example:
+    >>> model = lambda x: jax.nn.relu(x)
+    >>> shares = measure(model, jnp.array([-1.0, 0.0, 1.0, 2.0]))
+    >>> {name: float(share) for name, share in shares.items()}
+    {'0:relu': 0.5}
   """
   found: dict[str, Array] = {}
 
@@ -119,7 +158,7 @@ def measure(
 
 
 def _interpret(fn, args, kwargs, at_site, names) -> Any:
-  """Evaluate a function, with `at_site(name, x)` after each activation."""
+  """Evaluate a function; pass each activation through `at_site(name, x)`."""
   flat, treedef = jax.tree.flatten((args, kwargs))
   arrays = [i for i, x in enumerate(flat) if isinstance(x, jax.Array | float)]
   shape: list[Any] = []
@@ -146,7 +185,7 @@ def _interpret(fn, args, kwargs, at_site, names) -> Any:
 
 
 def _function_name(eqn: Any) -> str:
-  """Return the name of the function an equation stands for."""
+  """Return the name of the function or primitive that an equation calls."""
   if eqn.primitive.name in ("custom_jvp_call", "custom_vjp_call"):
     inner = jaxprs.opened(jaxprs.callee(eqn))[0].eqns
     if len(inner) == 1:

@@ -1,10 +1,10 @@
-"""The registry of algorithms, and updaters from plain configuration."""
+"""The table of algorithms, and updaters from configuration."""
 
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from jaxpruner import _leaves, algorithms, base_updater
+from jaxpruner import _tools, algorithms, base_updater
 from jaxpruner._registry import Registry as Registry
 from jaxpruner.config import codec, distribution, schedule
 
@@ -54,7 +54,10 @@ _KEYS = ("algorithm", "dist_type", "sparsity", "sparsity_type", "schedule")
 
 
 def all_algorithm_names() -> tuple[str, ...]:
-  """Return the names of all registered algorithms, yours included.
+  """Return the names of all registered algorithms, your own included.
+
+  Returns:
+    The names, in the order of registration.
 
   Example:
     >>> "rigl" in all_algorithm_names()
@@ -66,11 +69,19 @@ def all_algorithm_names() -> tuple[str, ...]:
 def register_algorithm(
   name: str, algorithm: type[base_updater.BaseUpdater]
 ) -> None:
-  """Give an algorithm a name: configuration, `compare` and docs know it then.
+  """Give an algorithm a name in configuration.
+
+  Afterwards `algorithm="name"` selects it, and `jaxpruner compare` includes it.
 
   Args:
-    name: the name; a taken one is refused.
+    name: the name; a name that is taken is refused.
     algorithm: a subclass of `BaseUpdater`.
+
+  Returns:
+    None.
+
+  Raises:
+    ValueError: the name is taken, or the class is not a `BaseUpdater`.
 
   Example:
     >>> import dataclasses, jax, jaxpruner
@@ -93,7 +104,16 @@ def register_algorithm(
 
 
 def algorithm_class(name: str) -> type[base_updater.BaseUpdater]:
-  """Return the class registered under a name.
+  """Return the class that is registered under a name.
+
+  Args:
+    name: one of `all_algorithm_names()`.
+
+  Returns:
+    The subclass of `BaseUpdater`.
+
+  Raises:
+    ValueError: the name is unknown; the message shows the nearest one.
 
   Example:
     >>> algorithm_class("rigl").__name__
@@ -103,7 +123,14 @@ def algorithm_class(name: str) -> type[base_updater.BaseUpdater]:
 
 
 def algorithm_category(name: str) -> base_updater.Category:
-  """Return where a registered algorithm stands on the map.
+  """Return the category of a registered algorithm.
+
+  Args:
+    name: one of `all_algorithm_names()`.
+
+  Returns:
+    The `Category`: when the algorithm removes weights, whether it starts dense
+    or sparse, and its needs and costs.
 
   Example:
     >>> algorithm_category("rigl").start
@@ -115,36 +142,43 @@ def algorithm_category(name: str) -> base_updater.Category:
 def create_updater_from_config(
   sparsity_config: Mapping[str, Any],
 ) -> base_updater.BaseUpdater:
-  """Return the updater a configuration describes.
+  """Return the updater that a configuration describes.
 
   Args:
     sparsity_config: any mapping (dict, `ml_collections.ConfigDict`, parsed
-      YAML, TOML or JSON) with
+      YAML, TOML or JSON) with these keys:
 
-      - `algorithm`: one of `all_algorithm_names()`,
-      - `sparsity`: fraction removed; N:M types know their own,
-      - `dist_type`: "uniform", "erk" (with `erk_power_scale`) or one given to
-        `register_distribution`, with its arguments as further keys,
-      - `filter_fn`, `custom_sparsity_map`: which leaves, how much,
-      - `sparsity_type`: see `parse_sparsity_type`,
+      - `algorithm`: one of `all_algorithm_names()`.
+      - `sparsity`: the fraction removed; not needed for N:M.
+      - `dist_type`: "uniform", "erk" (with `erk_power_scale`), or a name given
+        to `register_distribution`, with its arguments as further keys.
+      - `filter_fn`: which leaves are pruned; `custom_sparsity_map`: the
+        sparsity of single leaves.
+      - `sparsity_type`: see `parse_sparsity_type`.
       - `update_freq`, `update_start_step`, `update_end_step`, `power`: the
-        schedule. Without a start nothing is updated; start = end prunes once;
-        otherwise a ramp. `total_steps` fills in what is missing: gradual
-        pruners work from 25 % to 75 % of training, sparse trainers rewire every
-        100 steps until 75 %. `schedule` ("none", "one_shot", "periodic",
-        "polynomial", "alternating", "geometric", or one given to
-        `register_schedule`, with its fields as further keys) overrides the
-        choice,
-      - `drop`, `grow`: "magnitude", "gradient", "momentum", "random" or
-        "magnitude_gradient"; `redistribute`: "momentum" or "survivors": the
-        parts of dynamic sparse training, or `{"name": …, field: value}`,
-      - `phases`: a list of such configurations, each with the `start` step it
-        is in force from (see `chain`); other keys hold for all of them,
+        schedule. Without a start, masks are never updated. If start and end
+        are equal, they are updated once. Otherwise the sparsity follows a
+        ramp.
+      - `total_steps`: the length of the training, from which missing steps
+        are derived. Gradual pruners then work from 25 % to 75 % of the
+        training; sparse trainers update every 100 steps until 75 %.
+      - `schedule`: the schedule by name: "none", "one_shot", "periodic",
+        "polynomial", "alternating", "geometric", or a name given to
+        `register_schedule`, with its fields as further keys.
+      - `drop`, `grow`: how a sparse trainer ranks weights: "magnitude",
+        "gradient", "momentum", "random" or "magnitude_gradient".
+        `redistribute`: "momentum" or "survivors". Each may be a mapping
+        `{"name": …, field: value}`.
+      - `phases`: a list of configurations, each with the step `start` from
+        which it applies (see `chain`); all other keys apply to every phase.
       - any further field of the algorithm, such as `drop_fraction`,
         `rng_seed`, `use_packed_masks`, `skip_gradients`.
 
   Returns:
-    The updater; `config_from_updater` is the way back.
+    The updater; `config_from_updater` returns its configuration.
+
+  Raises:
+    ValueError: a key is missing or unknown, or a value is wrong.
 
   Example:
     >>> import jaxpruner
@@ -203,12 +237,12 @@ def _check_keys(config: Mapping[str, Any], fields: set[str]) -> None:
     if key not in known:
       raise ValueError(
         f"sparsity_config key {key!r} is unknown to {config['algorithm']!r}; "
-        f"{_leaves.nearest(key, known)}"
+        f"{_tools.nearest(key, known)}"
       )
 
 
 def _chain(config: Mapping[str, Any]) -> algorithms.Chain:
-  """Return the chain of the phases a configuration lists."""
+  """Return the chain of the phases in a configuration."""
   phases, shared = [], {k: v for k, v in config.items() if k != "phases"}
   for entry in config["phases"]:
     phase = {**shared, **_plain(entry)}
@@ -219,14 +253,17 @@ def _chain(config: Mapping[str, Any]) -> algorithms.Chain:
 def config_from_updater(updater: base_updater.BaseUpdater) -> dict[str, Any]:
   """Return the configuration of an updater, ready for JSON.
 
-  `create_updater_from_config(config_from_updater(updater)) == updater`. What
-  JSON cannot hold (a function of your own) is refused.
+  `create_updater_from_config(config_from_updater(updater)) == updater`.
 
   Args:
-    updater: an updater of a registered class, or a chain of such.
+    updater: an updater of a registered class, or a chain of such updaters.
 
   Returns:
-    A dict of numbers, strings, booleans, and such dicts and lists.
+    A dict of numbers, strings and booleans, and of nested dicts and lists.
+
+  Raises:
+    ValueError: the class is not registered, or a field holds a value that JSON
+      cannot store, such as a function.
 
   Example:
     >>> import jaxpruner
@@ -259,7 +296,7 @@ def config_from_updater(updater: base_updater.BaseUpdater) -> dict[str, Any]:
 def _spelled(
   updater: base_updater.BaseUpdater, field: dataclasses.Field
 ) -> dict[str, Any]:
-  """Return the keys that describe one field."""
+  """Return the configuration keys of one field, with values."""
   name, value = field.name, getattr(updater, field.name)
   if name == "sparsity_type":
     return {name: codec.spell_type(value)}
@@ -280,7 +317,7 @@ def _spelled(
 
 
 def _plain(value: Any) -> Any:
-  # A ConfigDict is not a Mapping, but has its methods.
+  # A ConfigDict has the methods of a Mapping, but is not one.
   if hasattr(value, "items"):
     return {key: _plain(entry) for key, entry in value.items()}
   return value

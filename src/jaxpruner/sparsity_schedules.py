@@ -1,6 +1,6 @@
-"""Schedules: when are masks updated, and how far along is the sparsity?
+"""Schedules: when are masks updated, and which sparsity applies at a step?
 
-A schedule of your own is a frozen dataclass with the two methods of
+A new schedule is a frozen dataclass that defines the two methods of
 `BaseSchedule`. Both take a step that may be traced. `register_schedule` gives
 it a name in configuration.
 """
@@ -14,49 +14,63 @@ from typing import Any, ClassVar, TypeVar
 import jax
 import jax.numpy as jnp
 
-from jaxpruner import _registry
+from jaxpruner import _registry, _tools
 
 Kind = TypeVar("Kind", bound="type[BaseSchedule]")
 
 
-def _step(owner: Any, argument: str, value: Any, least: int = 0) -> None:
-  if isinstance(value, bool) or not isinstance(value, int) or value < least:
-    raise ValueError(
-      f"{type(owner).__name__}: {argument}={value!r} must be an integer of at "
-      f"least {least}"
-    )
-
-
 @dataclasses.dataclass(frozen=True)
 class BaseSchedule:
-  """The two questions every schedule answers.
+  """Base class of all schedules; by itself it never updates masks.
 
-  In configuration a schedule is its name and its fields:
+  A subclass defines `is_mask_update_iter` and, if the sparsity changes with the
+  steps, `get_sparsity_at_step`. In configuration a schedule is written as its
+  name and its fields:
   `{"schedule": "periodic", "update_freq": 10, "update_start_step": 0}`.
 
   Attributes:
-    needs: keys that configuration must give, or derive from `total_steps`.
+    needs: keys that configuration must contain; `total_steps` can replace
+      them.
 
   Example:
-    >>> PeriodicSchedule(10, 0).to_config()
-    {'update_freq': 10, 'update_start_step': 0}
+    >>> @dataclasses.dataclass(frozen=True)
+    ... class Doubling(BaseSchedule):
+    ...   def is_mask_update_iter(self, step):
+    ...     return (step & (step - 1) == 0) & (step > 0)
+    >>> [step for step in range(10) if Doubling().is_mask_update_iter(step)]
+    [1, 2, 4, 8]
   """
 
   needs: ClassVar[tuple[str, ...]] = ()
 
   def is_mask_update_iter(self, step: Any) -> Any:
-    """Tell whether masks are updated at this step."""
+    """Return whether masks are updated at this step.
+
+    Args:
+      step: the number of the step, an integer that may be traced.
+
+    Returns:
+      A bool, or a boolean array if the step is traced.
+    """
     del step
     return False
 
   def get_sparsity_at_step(self, target_sparsities: Any, step: Any) -> Any:
-    """Return the sparsities (a number or an array) in force at this step."""
+    """Return the sparsity that applies at this step.
+
+    Args:
+      target_sparsities: the final sparsity, a number or an array.
+      step: the number of the step, an integer that may be traced.
+
+    Returns:
+      The sparsity or sparsities at this step, in the shape of the target.
+    """
     del step
     return target_sparsities
 
   @classmethod
   def config_keys(cls) -> tuple[str, ...]:
-    """Return the keys of a configuration that this schedule reads."""
+    """Return the configuration keys that this schedule reads."""
     return tuple(field.name for field in dataclasses.fields(cls))
 
   @classmethod
@@ -64,35 +78,54 @@ class BaseSchedule:
     """Return the schedule that a configuration describes.
 
     Args:
-      config: keys and values; those among `config_keys()` are taken.
-        `update_freq`, `update_start_step` and `update_end_step` were filled
-        in from `total_steps`, where that is given.
+      config: keys and values; only those in `config_keys()` are read. Where
+        `total_steps` is given, `update_freq`, `update_start_step` and
+        `update_end_step` are already derived from it.
+
+    Returns:
+      The schedule.
     """
     return cls(
       **{key: config[key] for key in cls.config_keys() if key in config}
     )
 
   def to_config(self) -> dict[str, Any]:
-    """Return the keys and values from which `from_config` makes this again."""
+    """Return the keys and values that `from_config` reads back."""
     fields = dataclasses.asdict(self)
     return {key: value for key, value in fields.items() if value is not None}
 
 
 @dataclasses.dataclass(frozen=True)
 class NoUpdateSchedule(BaseSchedule):
-  """Never update the masks."""
+  """Never update the masks.
+
+  Example:
+    >>> NoUpdateSchedule().is_mask_update_iter(0)
+    False
+  """
 
 
 @dataclasses.dataclass(frozen=True)
 class OneShotSchedule(BaseSchedule):
-  """Update once, at `target_step`: dense before, the target from then on."""
+  """Update the masks once; the sparsity is 0 before and the target after.
+
+  Attributes:
+    target_step: the step of the update.
+
+  Example:
+    >>> schedule = OneShotSchedule(target_step=2)
+    >>> [bool(schedule.is_mask_update_iter(step)) for step in range(4)]
+    [False, False, True, False]
+    >>> [float(schedule.get_sparsity_at_step(0.5, step)) for step in range(4)]
+    [0.0, 0.0, 0.5, 0.5]
+  """
 
   target_step: int = 0
 
   needs: ClassVar[tuple[str, ...]] = ("update_start_step",)
 
   def __post_init__(self):
-    _step(self, "target_step", self.target_step)
+    _tools.check_int("OneShotSchedule", "target_step", self.target_step, 0)
 
   @classmethod
   def config_keys(cls) -> tuple[str, ...]:
@@ -115,10 +148,18 @@ class OneShotSchedule(BaseSchedule):
 
 @dataclasses.dataclass(frozen=True)
 class PeriodicSchedule(BaseSchedule):
-  """Update every `update_freq` steps from start to end, and at the end.
+  """Update the masks every `update_freq` steps, and at the last step.
 
-  The update at `update_end_step` happens whether or not `update_freq` divides
-  the interval; `None` means for ever.
+  Attributes:
+    update_freq: the number of steps between two updates.
+    update_start_step: the step of the first update.
+    update_end_step: the step of the last update, also where `update_freq` does
+      not divide the interval; None for no end.
+
+  Example:
+    >>> schedule = PeriodicSchedule(2, 1, 6)
+    >>> [step for step in range(9) if schedule.is_mask_update_iter(step)]
+    [1, 3, 5, 6]
   """
 
   update_freq: int = 100
@@ -128,13 +169,14 @@ class PeriodicSchedule(BaseSchedule):
   needs: ClassVar[tuple[str, ...]] = ("update_start_step", "update_freq")
 
   def __post_init__(self):
-    _step(self, "update_freq", self.update_freq, least=1)
-    _step(self, "update_start_step", self.update_start_step)
+    name = type(self).__name__
+    _tools.check_int(name, "update_freq", self.update_freq)
+    _tools.check_int(name, "update_start_step", self.update_start_step, 0)
     if self.update_end_step is not None:
-      _step(self, "update_end_step", self.update_end_step)
+      _tools.check_int(name, "update_end_step", self.update_end_step, 0)
       if self.update_end_step < self.update_start_step:
         raise ValueError(
-          f"{type(self).__name__}: update_end_step={self.update_end_step} "
+          f"{name}: update_end_step={self.update_end_step} "
           f"comes before update_start_step={self.update_start_step}; choose "
           "a later one"
         )
@@ -150,11 +192,22 @@ class PeriodicSchedule(BaseSchedule):
 
 @dataclasses.dataclass(frozen=True)
 class PolynomialSchedule(PeriodicSchedule):
-  """Raise the sparsity along a polynomial (Zhu & Gupta, 2017).
+  """Raise the sparsity from 0 to the target along a polynomial.
 
   `s(t) = S · (1 - (1 - (t - start)/(end - start))^power)`: 0 at the start,
-  exactly the target `S` from the end on, never falling. `power=3` is the
-  paper's cubic, `power=1` a straight line.
+  exactly the target `S` from the end on, and never decreasing (Zhu & Gupta, "To
+  prune, or not to prune", 2017).
+
+  Attributes:
+    update_freq: the number of steps between two updates.
+    update_start_step: the step at which the ramp starts.
+    update_end_step: the step at which the target is reached; required.
+    power: the exponent; 3 is the paper's cubic ramp, 1 a straight line.
+
+  Example:
+    >>> schedule = PolynomialSchedule(1, 0, 4, power=1)
+    >>> [float(schedule.get_sparsity_at_step(0.5, step)) for step in range(6)]
+    [0.0, 0.125, 0.25, 0.375, 0.5, 0.5]
   """
 
   power: float = 3
@@ -185,10 +238,11 @@ class PolynomialSchedule(PeriodicSchedule):
     start, end = self.update_start_step, self.update_end_step
     assert end is not None  # for the type checker: __post_init__ refuses it
     step = jnp.asarray(step)
-    # A product: in `jit` a division by a constant is turned into one.
+    # XLA turns a division by a constant into a product inside `jit`: write
+    # the product, so that the last bit is the same outside `jit`.
     left = (end - step).astype(jnp.float32) * (1 / max(end - start, 1))
     ramp = target * (1 - _power(jnp.maximum(left, 0), self.power))
-    # Rounding must neither overshoot the target nor miss it at the end.
+    # Rounding must not exceed the target, nor miss it at the end.
     ramp = jnp.where(jnp.less_equal(step, start), 0, jnp.minimum(ramp, target))
     return jnp.where(jnp.greater_equal(step, end), target, ramp)
 
@@ -197,8 +251,18 @@ class PolynomialSchedule(PeriodicSchedule):
 class AlternatingSchedule(PeriodicSchedule):
   """Alternate sparse and dense phases of `update_freq` steps.
 
-  Dense before the start, then by turns sparse and dense, sparse from the end
-  on: the one schedule whose sparsity falls (Peste et al., 2021).
+  The network is dense before the start, then sparse and dense in turn, and
+  sparse from the end on (Peste et al., "AC/DC", 2021).
+
+  Attributes:
+    update_freq: the number of steps in a phase.
+    update_start_step: the first step of the first sparse phase.
+    update_end_step: the step from which the network stays sparse; required.
+
+  Example:
+    >>> schedule = AlternatingSchedule(2, 1, 6)
+    >>> [float(schedule.get_sparsity_at_step(0.5, step)) for step in range(8)]
+    [0.0, 0.5, 0.5, 0.0, 0.0, 0.5, 0.5, 0.5]
   """
 
   needs: ClassVar[tuple[str, ...]] = (
@@ -225,11 +289,22 @@ class AlternatingSchedule(PeriodicSchedule):
 
 @dataclasses.dataclass(frozen=True)
 class GeometricSchedule(PeriodicSchedule):
-  """Remove the same fraction of what is left at every update.
+  """Remove the same fraction of the remaining weights at every update.
 
-  The rounds of iterative magnitude pruning (Han et al., 2015): a fifth, then a
-  fifth of the rest, and so on; never beyond the target, and exactly at it from
-  the end on.
+  The rounds of iterative magnitude pruning: the sparsity never exceeds the
+  target, and equals it from the end on (Han et al., "Learning both Weights and
+  Connections", 2015).
+
+  Attributes:
+    update_freq: the number of steps between two updates.
+    update_start_step: the step of the first update.
+    update_end_step: the step at which the target is reached; required.
+    fraction: the fraction of the remaining weights that an update removes.
+
+  Example:
+    >>> schedule = GeometricSchedule(1, 0, 3, fraction=0.5)
+    >>> [float(schedule.get_sparsity_at_step(0.875, step)) for step in range(4)]
+    [0.5, 0.75, 0.875, 0.875]
   """
 
   fraction: float = 0.2
@@ -279,12 +354,12 @@ SCHEDULES: _registry.Registry[type[BaseSchedule]] = _registry.Registry(
 def register_schedule(name: str) -> Callable[[Kind], Kind]:
   """Give a schedule a name in configuration: a class decorator.
 
-  `schedule="name"` then stands for it, and its fields are further keys. Steps
-  called `update_freq`, `update_start_step` and `update_end_step` are derived
-  from `total_steps` where it is given.
+  Afterwards `schedule="name"` selects the schedule, and its fields are further
+  keys. The fields `update_freq`, `update_start_step` and `update_end_step` are
+  derived from `total_steps` where it is given.
 
   Args:
-    name: the name; a taken one is refused.
+    name: the name; a name that is taken is refused.
 
   Returns:
     A function that registers a subclass of `BaseSchedule` and returns it.
@@ -316,7 +391,9 @@ def register_schedule(name: str) -> Callable[[Kind], Kind]:
 
 @functools.partial(jax.jit, static_argnums=1)
 def _power(left: jax.Array, power: float) -> jax.Array:
-  # The same last bit inside and outside `jit`, which may decide a mask: the
-  # exponent is a constant in both, and the minimum keeps the compiler from
-  # fusing this product and the subtraction after it into one rounding.
+  # A mask may depend on the last bit of a sparsity. What XLA does: it fuses
+  # this product with the subtraction after it, with one rounding instead of
+  # two. What we do: a minimum between them, and an exponent that is a constant
+  # inside and outside `jit`. What it saves: both give the same bits. When it
+  # can go: when XLA can be told not to contract products and sums.
   return jnp.minimum(left**power, 1)

@@ -1,26 +1,26 @@
 """`jaxpruner compare`: fair comparisons of pruning algorithms.
 
-settings      what is compared, checked before anything starts
-cells         settings -> cells (an algorithm at a sparsity), their categories
-tasks/        what is trained, one file each; layers: what networks consist of
-training      one cell's training, all seeds in one compiled program
-cell_run      train, evaluate, price and check one cell
-records       what is stored of a cell: Chunk, Record, Failure
-executors     cells in this process or on a Ray cluster
-workers       cells in several processes: both ends of the protocol
-files         links refused, lines checked, files replaced whole
-run_folder    what is finished, safe at any instant
-fingerprint   what decides a run's numbers; a folder holds one run
+settings      the settings of a comparison, checked before anything starts
+cells         settings -> cells (an algorithm at a sparsity), and their groups
+tasks/        data, network, loss and metric, one file each; layers: networks
+training      the training of one cell, all seeds in one compiled program
+cell_run      train and evaluate one cell, count its cost, check its result
+records       the stored results of a cell: Chunk, Record, Failure
+executors     compute cells in this process or on a Ray cluster
+workers       compute cells in several processes: both ends of the protocol
+files         read and write files of a run folder safely
+run_folder    the results on disk; a run can be killed at any time
+fingerprint   everything that determines a run's numbers
 statistics, table, columns, exports   from records to numbers, rows and text
-metric_picture, pictures, page, terminal, latency   what is shown
-command, report_command   what the command line calls
+metric_picture, pictures, page, terminal, latency   pictures, report, times
+command, report_command   the two subcommands
 """
 
 from typing import Any
 
 
 def __getattr__(name: str) -> Any:
-  # On use: the command line sets up devices before it imports much.
+  # Imported on use: the command line sets up devices before JAX starts.
   if name in ("Classification", "Task", "register_task"):
     from jaxpruner.compare import tasks
 

@@ -20,13 +20,28 @@ from jaxpruner.compare.tasks.base import Task
 from jaxpruner.inspect import cost
 
 PyTree = Any
-CHUNKS = 20  # parts a training is cut into: snapshots, progress, restarts
+CHUNKS = 20  # parts of a training; after each: snapshot, progress, checkpoint
 
 
 def updater_config(
   task: Task, cell: Cell, settings: ComparisonSettings
 ) -> dict[str, Any]:
-  """Return what `create_updater_from_config` is given for this cell."""
+  """Return the configuration of a cell's updater.
+
+  Args:
+    task: the task.
+    cell: the cell.
+    settings: the comparison.
+
+  Returns:
+    The argument of `create_updater_from_config`.
+
+  Example:
+    >>> task = tasks.make_task("digits", {"steps": 40})
+    >>> config = updater_config(task, Cell("rigl", 0.9), ComparisonSettings())
+    >>> config["sparsity"], config["dist_type"], config["total_steps"]
+    (0.9, 'erk', 40)
+  """
   if cell.algorithm in BASELINES:
     return {"algorithm": "no_prune"}
   config = {
@@ -43,14 +58,14 @@ def updater_config(
     config |= {"update_end_step": (total - 1) * steps}
   if settings.type:
     config["sparsity_type"] = settings.type
-    # N:M gives every leaf the same sparsity; another share contradicts it.
+    # N:M gives every leaf the same sparsity; ERK would contradict it.
     if settings_lib.type_sparsity(settings.type) is not None:
       config["dist_type"] = settings.distribution or "uniform"
   return config
 
 
 def cell_task(cell: Cell, settings: ComparisonSettings) -> Task:
-  """Return the task; the small dense baseline has its own width."""
+  """Return the task of a cell; the small dense baseline is narrower."""
   task = tasks.make_task(settings.task, settings.options)
   if cell.algorithm != "small_dense":
     return task
@@ -58,8 +73,22 @@ def cell_task(cell: Cell, settings: ComparisonSettings) -> Task:
 
 
 def with_width_for(task: Task, sparsity: float) -> Task:
-  """Return the task with the width whose dense network comes closest to the
-  sparse one's number of weights.
+  """Return the task at the width of the small dense baseline.
+
+  The dense network of this width has as nearly as possible the number of
+  weights that the sparse network keeps.
+
+  Args:
+    task: the task.
+    sparsity: the sparsity of the other network.
+
+  Returns:
+    The task with another width.
+
+  Example:
+    >>> task = tasks.make_task("digits")
+    >>> with_width_for(task, 0.9).width < task.width
+    True
   """
 
   def size(width: int) -> int:
@@ -121,14 +150,14 @@ def _evaluator(task: Task) -> Callable[[PyTree, PyTree], dict[str, jax.Array]]:
 
 
 class Outcome(NamedTuple):
-  """A trained cell: its record for the table, and the first seed's arrays."""
+  """A trained cell: its record, and the arrays of the first seed."""
 
   record: Record
   arrays: dict[str, np.ndarray]
 
 
 class Checkpoint(Protocol):
-  """Where an interrupted training is kept."""
+  """The storage of an interrupted training."""
 
   def load(self) -> dict[str, np.ndarray] | None:
     """Return the arrays of an interrupted training, if there is one."""
@@ -139,7 +168,7 @@ class Checkpoint(Protocol):
     ...
 
   def set_aside(self, reason: str) -> None:
-    """Take a checkpoint that is of no use out of the way."""
+    """Rename a checkpoint that cannot be used."""
     ...
 
 
@@ -149,7 +178,7 @@ def run_cell(
   emit: Callable[[Chunk], None] = lambda _: None,
   checkpoint: Checkpoint | None = None,
 ) -> Outcome:
-  """Train, evaluate and price one cell.
+  """Train and evaluate one cell, and count its cost.
 
   Args:
     cell: which algorithm and sparsity.
@@ -273,7 +302,7 @@ def chunk_of(
   losses: jax.Array,
   taken: training.Snapshot,
 ) -> Chunk:
-  """Return what is stored of a chunk of training.
+  """Return the record of a chunk of training.
 
   Args:
     cell: that is trained.
@@ -304,14 +333,14 @@ def chunk_of(
 def _step_cost(flops: cost.Flops, chunk: Chunk) -> float:
   """Return the FLOPs of one gradient on the example batch.
 
-  Forward and the gradient by the inputs use the masked weights; the gradient
-  by the weights is needed for the weights that are trained.
+  The forward pass and the gradient with respect to the inputs use the masked
+  weights; the gradient with respect to the weights is needed for trained ones.
   """
   return 2 * flops.total(chunk.density) + flops.total(chunk.stored)
 
 
 def _costs_of(flops, spent, task, masks, updater) -> dict[str, Any]:
-  """Return the fields of a record that say what the cell costs."""
+  """Return the fields of a record with the cost of the cell."""
   dense = flops.total()
   density = cost.leaf_densities(masks)
   updates = _dense_gradients(updater, task.steps)
@@ -325,9 +354,9 @@ def _costs_of(flops, spent, task, masks, updater) -> dict[str, Any]:
 
 
 def _dense_gradients(updater: Any, steps: int) -> int:
-  """Return on how many steps a sparse trainer needs every gradient.
+  """Return the number of steps with a dense gradient in a sparse training.
 
-  RigL and its kin rank pruned weights by gradient when they rewire.
+  RigL and similar algorithms rank removed weights by gradient at mask updates.
   """
   category = updater.category
   sparse = category.start == "sparse-to-sparse" and category.dynamic
@@ -341,7 +370,7 @@ def _dense_gradients(updater: Any, steps: int) -> int:
 
 
 def _sizes_of(params, masks) -> dict[str, Any]:
-  """Return the fields of a record that say what the network weighs."""
+  """Return the fields of a record with the size of the network."""
   one = lambda tree: jax.tree.map(lambda x: np.asarray(x[0]), tree)
   flat = jax.tree.leaves(masks)
   prunable = sum(m[0].size for m in flat)
@@ -350,7 +379,7 @@ def _sizes_of(params, masks) -> dict[str, Any]:
     sum(int(m[i].size - np.count_nonzero(m[i])) for m in flat)
     for i in range(seeds)
   ]
-  # The weights themselves are checked, not only the masks that claim it.
+  # Check the weights themselves, not only the masks.
   kept_zero = 0
   named = dict(jax.tree_util.tree_flatten_with_path(params)[0])
   for path, mask in jax.tree_util.tree_flatten_with_path(masks)[0]:
@@ -368,7 +397,7 @@ def _sizes_of(params, masks) -> dict[str, Any]:
 
 
 def _collapsed(masks) -> list[str]:
-  """Name the leaves that lost every weight in some seed."""
+  """Return the leaves that lost every weight with at least one seed."""
   return [
     cost.path_name(path)
     for path, mask in jax.tree_util.tree_flatten_with_path(masks)[0]
@@ -379,7 +408,7 @@ def _collapsed(masks) -> list[str]:
 def _problem(
   record: Record, task: Task, cell: Cell, settings: ComparisonSettings
 ) -> str:
-  """Return why the cell may not enter the table, or ''."""
+  """Return the reason to keep the cell out of the table, or ''."""
   values = np.array(record.metrics[task.metric], float)
   if not np.all(np.isfinite(values)):
     return f"{task.metric} is not finite: the training diverged"

@@ -6,8 +6,8 @@ import jaxpruner
 from jaxpruner.compare.settings import ComparisonSettings
 
 BASELINES = ("dense", "small_dense")
-# What a comparison shows unless told otherwise: the paper's algorithms, in few
-# minutes on two cores. "all" names every one.
+# The default of --algorithms: the paper's algorithms, which take a few minutes
+# on two cores.
 DEFAULT = (
   "magnitude",
   "random",
@@ -23,14 +23,23 @@ DEFAULT = (
 
 
 class Cell(NamedTuple):
-  """One entry of the table: an algorithm at a sparsity, over all seeds."""
+  """One entry of the table: an algorithm at a sparsity, over all seeds.
+
+  Attributes:
+    algorithm: a registered name, "dense" or "small_dense".
+    sparsity: the fraction removed.
+
+  Example:
+    >>> Cell("rigl", 0.9).id
+    'rigl@0.9'
+  """
 
   algorithm: str
   sparsity: float
 
   @property
   def id(self) -> str:
-    """Return a name fit for a file; two sparsities never share one.
+    """Return a unique name that can be used as a file name.
 
     Example:
       >>> Cell("rigl", 0.999999).id, Cell("rigl", 0.9999991).id
@@ -51,7 +60,12 @@ def cells_of(settings: ComparisonSettings) -> list[Cell]:
     settings: the comparison.
 
   Returns:
-    each cell once: dense first, then sparsity by sparsity.
+    Each cell once: dense first, then sparsity by sparsity.
+
+  Example:
+    >>> settings = ComparisonSettings(algorithms=("rigl",), sparsity=(0.9,))
+    >>> [cell.id for cell in cells_of(settings)]
+    ['dense', 'small_dense@0.9', 'rigl@0.9']
   """
   names = list(settings.algorithms) or default_algorithms()
   if "all" in names:
@@ -65,8 +79,15 @@ def cells_of(settings: ComparisonSettings) -> list[Cell]:
 def fitting_algorithms() -> list[str]:
   """Return the registered algorithms that can run inside a training loop.
 
-  Left out: the ones that do not prune, and those that prune a finished model
-  or need calibration data, which a training loop does not give them.
+  Excluded are algorithms that do not prune, prune after training, or need
+  calibration data.
+
+  Returns:
+    Their names.
+
+  Example:
+    >>> "rigl" in fitting_algorithms(), "no_prune" in fitting_algorithms()
+    (True, False)
   """
   return [
     name
@@ -82,7 +103,15 @@ def _fits(category: Any) -> bool:
 
 
 def default_algorithms() -> list[str]:
-  """Return the paper's algorithms, and those you registered yourself."""
+  """Return the paper's algorithms, and those registered by the user.
+
+  Returns:
+    Their names.
+
+  Example:
+    >>> default_algorithms()[:3]
+    ['magnitude', 'random', 'saliency']
+  """
   return [
     name
     for name in fitting_algorithms()
@@ -95,17 +124,29 @@ def _is_ours(algorithm: type) -> bool:
 
 
 class Group(NamedTuple):
-  """A category of algorithms that may fairly be compared with each other."""
+  """Algorithms with the same kind of training cost.
+
+  Attributes:
+    order: the position in the table.
+    title: the heading in the table.
+  """
 
   order: int
   title: str
 
 
 def group(algorithm: str) -> Group:
-  """Return the group an algorithm is listed under.
+  """Return the group that an algorithm is listed in.
 
   Args:
     algorithm: a baseline or a registered name.
+
+  Returns:
+    The group.
+
+  Example:
+    >>> group("dense")
+    Group(order=0, title='Baselines')
   """
   if algorithm in BASELINES:
     return Group(0, "Baselines")
@@ -122,7 +163,13 @@ def group(algorithm: str) -> Group:
 
 
 class Costs(NamedTuple):
-  """What an algorithm costs beyond one gradient a step and one training."""
+  """The cost of an algorithm relative to a plain training.
+
+  Attributes:
+    gradients_per_step: gradients computed in one step.
+    trainings: complete trainings, more than 1 for iterative pruning.
+    temperature: the divisor of the network's outputs during training.
+  """
 
   gradients_per_step: int
   trainings: int
@@ -130,7 +177,18 @@ class Costs(NamedTuple):
 
 
 def costs_of(cell: Cell) -> Costs:
-  """Return what the cell's algorithm costs: the one place that asks it."""
+  """Return the costs of a cell's algorithm.
+
+  Args:
+    cell: the cell.
+
+  Returns:
+    The costs; a plain training for the baselines.
+
+  Example:
+    >>> costs_of(DENSE)
+    Costs(gradients_per_step=1, trainings=1, temperature=1.0)
+  """
   if cell.algorithm in BASELINES:
     return Costs(1, 1, 1.0)
   category = jaxpruner.algorithm_category(cell.algorithm)

@@ -1,4 +1,4 @@
-"""The columns of the table as people see it, shared by its four forms."""
+"""The columns of the table, shared by its four text formats."""
 
 import itertools
 import math
@@ -12,10 +12,13 @@ NOTHING = "–"
 
 
 class Column(NamedTuple):
-  """A column: its name, its text for a row that has numbers, its priority.
+  """A column of the table.
 
-  Where room is scarce the columns of lowest priority are left out first;
-  those of priority `ALWAYS` stay.
+  Attributes:
+    name: the heading.
+    text: row -> cell, for rows that have numbers.
+    priority: columns of low priority are dropped first where the terminal is
+      too narrow; those of priority `ALWAYS` stay.
   """
 
   name: str
@@ -83,7 +86,18 @@ COLUMNS = (
 
 
 def printable(text: str) -> str:
-  """Return text without control characters: they could move a cursor."""
+  """Return text without control characters, which could move a cursor.
+
+  Args:
+    text: any text.
+
+  Returns:
+    The text with a space for every character that cannot be printed.
+
+  Example:
+    >>> printable("a\\x1b[2J")
+    'a [2J'
+  """
   return "".join(c if c.isprintable() else " " for c in text)
 
 
@@ -94,10 +108,10 @@ def cells_as_text(
 
   Args:
     row: the row.
-    shown: which columns.
+    shown: the columns.
 
   Returns:
-    the texts; of a failed row its name and reason, then nothing.
+    The texts. A failed row has its name and the reason, and empty cells.
   """
   if row.metric is None:
     failed = [printable(row.algorithm), f"failed: {printable(row.problem)}"]
@@ -106,7 +120,7 @@ def cells_as_text(
 
 
 def used(table: Sequence[TableRow]) -> list[Column]:
-  """Return the columns that some row has something in."""
+  """Return the columns in which at least one row is not empty."""
   rows = [row for row in table if row.metric is not None]
   return [
     column
@@ -119,12 +133,19 @@ def used(table: Sequence[TableRow]) -> list[Column]:
 def fitting(
   shown: Sequence[Column], size: Callable[[Column], int], width: int
 ) -> list[Column]:
-  """Leave out columns of low priority until the others fit.
+  """Drop columns of low priority until the others fit.
 
   Args:
     shown: the columns.
-    size: of a column, in characters.
-    width: how many characters there are.
+    size: column -> its width in characters.
+    width: the number of characters available.
+
+  Returns:
+    The columns that are shown.
+
+  Example:
+    >>> [c.name for c in fitting(COLUMNS, lambda column: 10, 40)]
+    ['algorithm', 'metric', 'vs dense', 'sparsity']
   """
   kept = list(shown)
   while sum(map(size, kept)) > width:
@@ -164,7 +185,13 @@ def blocks(table: Sequence[TableRow]) -> list[Block]:
 
 
 def percent(fraction: float) -> str:
-  """Return a fraction in percent, as exactly as it was given.
+  """Return a fraction in percent, without rounding it.
+
+  Args:
+    fraction: a number.
+
+  Returns:
+    The text, with a percent sign.
 
   Example:
     >>> percent(0.95), percent(0.9999991)

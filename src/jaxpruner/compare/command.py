@@ -16,12 +16,12 @@ if TYPE_CHECKING:  # imported on use: JAX must not start before its devices
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-  """Declare the options; defaults are the task's or the settings' own."""
+  """Declare the options; defaults are those of the task or the settings."""
   add = parser.add_argument
-  add("--task", help="what is trained (default: digits); see --list")
+  add("--task", help="the task (default: digits); see --list")
   add("--algorithms", help="comma-separated, or all (default: the paper's)")
   add("--sparsity", help="fractions removed, such as 0.8,0.9,0.95")
-  add("--seeds", type=int, help="how many seeds (default: 3)")
+  add("--seeds", type=int, help="number of seeds (default: 3)")
   add("--type", help="sparsity type: 2:4, 4x4, channel_0 (default: none)")
   add("--distribution", help="erk or uniform (default: the task's own)")
   add("--steps", type=int, help="training steps (default: the task's own)")
@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     dest="imports",
     action="append",
     metavar="MODULE",
-    help="import a module that registers algorithms of yours",
+    help="import a module that registers your algorithms or tasks",
   )
   add("--config", help="TOML file with the same settings; options win")
   add("--list", action="store_true", help="list tasks and algorithms")
@@ -51,8 +51,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-  """Run the command; return 0, or 1 if something failed."""
-  # Before JAX starts: a CPU shows as many devices as it is told to.
+  """Run the command; return 0 on success."""
+  # Before JAX starts: the number of CPU devices is set by this variable.
   if args.devices and args.devices > 1 and "XLA_FLAGS" not in os.environ:
     os.environ["XLA_FLAGS"] = (
       f"--xla_force_host_platform_device_count={args.devices}"
@@ -88,10 +88,13 @@ def settings_from(args: argparse.Namespace) -> "ComparisonSettings":
   """Return the settings: defaults, then the file, then the options.
 
   Args:
-    args: what was typed.
+    args: the parsed options.
+
+  Returns:
+    The settings.
 
   Raises:
-    ValueError: an option or the file holds what cannot be.
+    ValueError: an option, or a value in the file, is invalid.
   """
   from jaxpruner.compare import settings as settings_lib
 
@@ -113,7 +116,7 @@ def settings_from(args: argparse.Namespace) -> "ComparisonSettings":
   if args.sparsity is not None:
     values["sparsity"] = _fractions(args.sparsity)
   values["options"] = _options(args, values.get("options", {}))
-  # N:M fixes the sparsity, so asking for it again would be noise.
+  # N:M implies the sparsity, so that --sparsity is not needed.
   dictated = settings_lib.type_sparsity(values.get("type", ""))
   if dictated is not None:
     values.setdefault("sparsity", (dictated,))
@@ -142,7 +145,7 @@ def _fractions(text: str) -> tuple[float, ...]:
 
 
 def _options(args: argparse.Namespace, given: Any) -> dict[str, Any]:
-  """Return the overrides of the task: the file's, --steps, --set."""
+  """Return values for the task's fields: from the file, --steps, --set."""
   options = dict(given)
   if args.steps is not None:
     options["steps"] = args.steps
@@ -159,7 +162,7 @@ def _options(args: argparse.Namespace, given: Any) -> dict[str, Any]:
 
 
 def _check_running(args: argparse.Namespace) -> None:
-  """Check the options that say how, not what, is computed."""
+  """Check the options that do not change the numbers."""
   if args.jobs is not None and args.jobs < 1:
     raise ValueError(f"--jobs {args.jobs}: need at least one")
   if args.out == "":
@@ -169,12 +172,12 @@ def _check_running(args: argparse.Namespace) -> None:
 def compare(
   settings: "ComparisonSettings", out: str, args: argparse.Namespace
 ) -> int:
-  """Compute what the folder lacks, then report all of it.
+  """Compute the unfinished cells of a run, then write its report.
 
   Args:
     settings: the comparison.
     out: the run folder.
-    args: the options that say how it is computed.
+    args: the options that do not change the numbers.
 
   Returns:
     0, or 1 if a cell failed.
@@ -192,7 +195,7 @@ def compare(
 
   wanted = cells.cells_of(settings)
   task = tasks.make_task(settings.task, settings.options)
-  # Missing data should be an error now, not in every cell.
+  # Raise for missing data now, not in every cell.
   data = task.load(settings.data or None)
   with run_folder.RunFolder(out) as run:
     run.open_run(fingerprint.run_info(settings, data))
@@ -222,7 +225,7 @@ def compare(
 def _pending(
   results: "dict[str, Record | Failure]", wanted: "list[Cell]"
 ) -> "list[Cell]":
-  """Return the cells that are not finished, or raised."""
+  """Return the cells without a record; those that raised are included."""
   from jaxpruner.compare.records import Record
 
   finished = {key for key, r in results.items() if isinstance(r, Record)}
@@ -236,7 +239,7 @@ def _execute(
   emit: "Emit",
   args: argparse.Namespace,
 ) -> None:
-  """Compute the cells where the options say."""
+  """Compute the cells with the executor that the options choose."""
   import jax
 
   from jaxpruner.compare import executors, workers
@@ -245,7 +248,7 @@ def _execute(
   if args.executor == "ray":
     executors.ray_cluster(pending, settings, path, emit, args.ray_address)
   elif jobs == 1 and jax.default_backend() != "cpu":
-    # One process owns the accelerator, and it is this one.
+    # Only one process can use the accelerator: this one.
     executors.serial(pending, settings, path, emit)
   else:
     workers.processes(pending, settings, path, emit, jobs)
@@ -255,8 +258,8 @@ def _default_jobs() -> int:
   import jax
 
   if jax.default_backend() != "cpu":
-    return 1  # one process owns the accelerator
-  if hasattr(os, "sched_getaffinity"):  # what we may use, where it is known
+    return 1  # only one process can use the accelerator
+  if hasattr(os, "sched_getaffinity"):  # the cores that this process may use
     return min(8, len(os.sched_getaffinity(0)))
   return min(8, os.cpu_count() or 1)
 

@@ -1,8 +1,8 @@
-"""Where cells are computed: this process or a Ray cluster; see also `workers`.
+"""Compute cells in this process or on a Ray cluster; see also `workers`.
 
 Each executor calls `emit(event)` in the process that owns the run folder, with
-a `Chunk`, a `Record` or a `Failure`. A cell depends on nothing but its
-settings, so all executors give the same records.
+a `Chunk`, a `Record` or a `Failure`. A cell depends on its settings only, so
+all executors give the same records.
 """
 
 import os
@@ -28,29 +28,42 @@ Emit = Callable[[Event], None]
 
 
 def threads(settings: ComparisonSettings) -> dict[str, str]:
-  """Return the environment of a worker: one thread for its one device.
+  """Return environment variables that give a worker one thread.
 
-  XLA sums a product in another order on another number of threads: with one,
-  a cell gives the same bits on any number of cores and beside any number of
-  other cells. It also wastes no time waiting: two cells on a core each are
-  much faster than two that share two cores.
+  What XLA does: the order in which it sums a product depends on the number of
+  threads. What we do: one thread per cell. What it saves: a cell gives the same
+  bits on any number of cores, and two cells on one core each are faster than
+  two cells that share two cores.
+
+  Args:
+    settings: the comparison.
+
+  Returns:
+    Variable -> value; empty if a cell uses several devices.
+
+  Example:
+    >>> threads(ComparisonSettings())
+    {'NPROC': '1'}
   """
   return {"NPROC": "1"} if settings.devices == 1 else {}
 
 
 class CheckpointFile:
-  """A half-trained cell in the run folder.
+  """The checkpoint of an unfinished cell in the run folder.
 
   Args:
-    path: of the run folder.
-    cell: whose training it is.
+    path: the run folder.
+    cell: the cell.
+
+  Attributes:
+    path: the checkpoint's file.
   """
 
   def __init__(self, path: pathlib.Path, cell: Cell):
     self.path = path / "checkpoints" / f"{cell.id}.npz"
 
   def load(self) -> dict[str, np.ndarray] | None:
-    """Return the arrays, or None; a damaged file is set aside."""
+    """Return the arrays, or None; rename a damaged file."""
     if not self.path.exists() and not self.path.is_symlink():
       return None
     try:
@@ -64,7 +77,7 @@ class CheckpointFile:
     files.write_atomic(self.path, files.pack_arrays(arrays))
 
   def set_aside(self, reason: str) -> None:
-    """Rename a checkpoint of no use, so that it is not tried for ever."""
+    """Rename a checkpoint that cannot be used, so that it is not read again."""
     if not self.path.exists() and not self.path.is_symlink():
       return
     aside = self.path.with_name(f"{self.path.name}.bad")
@@ -83,7 +96,7 @@ class CheckpointFile:
 def compute(
   cell: Cell, settings: ComparisonSettings, path: pathlib.Path, emit: Emit
 ) -> None:
-  """Compute one cell, keeping its weights and checkpoints in the folder.
+  """Compute one cell; store its weights and checkpoints in the run folder.
 
   Args:
     cell: the cell.
@@ -108,19 +121,22 @@ def compute(
 
 
 def failure(cell: Cell, error: Exception) -> Failure:
-  """Return the record of a cell that raised; it is retried on resumption."""
+  """Return the record of a cell that raised; a resumed run retries it."""
   first = str(error).strip().splitlines()[0] if str(error).strip() else ""
   problem = f"{type(error).__name__}: {first}"
   return Failure(cell.id, cell.algorithm, cell.sparsity, problem)
 
 
 def check_sender(event: Event, cell: Cell, sender: str) -> Event:
-  """Return the event, if it is of the cell that its sender was given.
+  """Return an event, or raise if it belongs to another cell.
 
   Args:
-    event: what came back.
-    cell: what was asked for.
-    sender: a worker or node, for the message.
+    event: the event that the sender returned.
+    cell: the cell that the sender was given.
+    sender: a worker or node, for the error message.
+
+  Returns:
+    The event.
 
   Raises:
     RunFolderError: the event names another cell.
@@ -154,14 +170,15 @@ def ray_cluster(
   """Compute the cells as Ray tasks, on a cluster or on this machine.
 
   Nodes need jaxpruner and the task's data, but no shared file system: weights
-  travel with the result.
+  are part of the result.
 
   Args:
     pending: the cells.
     settings: the comparison.
     path: the run folder.
     emit: receives the events of each cell when it is finished.
-    address: of a running cluster; None starts one on this machine.
+    address: the address of a running cluster; None starts one on this
+      machine.
   """
   try:
     import ray  # pyright: ignore[reportMissingImports]
@@ -175,7 +192,7 @@ def ray_cluster(
   environment = {"env_vars": threads(settings)}
   task = ray.remote(max_retries=3, runtime_env=environment)(_remote)
   payload = settings.to_json()
-  # One spare task per CPU keeps nodes busy without flooding the cluster.
+  # Two tasks per CPU keep nodes busy without filling the cluster's queue.
   limit = 2 * max(1, int(ray.cluster_resources().get("CPU", 1)))
   waiting, running = list(pending)[::-1], {}
   while waiting or running:
@@ -189,10 +206,10 @@ def ray_cluster(
 def store_remote(
   cell: Cell, result: Any, path: pathlib.Path, emit: Emit
 ) -> None:
-  """Store what a node returned for a cell, once it is checked.
+  """Check the result of a node, and store it.
 
   Args:
-    cell: that the node was given: names the file, whatever came back.
+    cell: the cell that the node was given; it names the file.
     result: (events as JSON, bytes of the weights or None).
     path: the run folder.
     emit: receives the events.
@@ -211,7 +228,7 @@ def store_remote(
 
 
 def _remote(cell: tuple, payload: dict) -> tuple[list[dict], bytes | None]:
-  """Compute one cell on a node; module-level, so that Ray can ship it."""
+  """Compute one cell on a node; a module-level function, as Ray requires."""
   settings.import_modules(payload.get("imports", ()))
   chosen = settings.from_json(payload)
   events: list[dict] = []

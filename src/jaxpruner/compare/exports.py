@@ -23,7 +23,7 @@ def to_json(table: Sequence[TableRow]) -> str:
 
 
 def to_csv(table: Sequence[TableRow]) -> str:
-  """Return the table as CSV; text that a spreadsheet would run is quoted."""
+  """Return the table as CSV, with formulas in text made harmless."""
   buffer = io.StringIO()
   writer = csv.DictWriter(buffer, HEADER, lineterminator="\n")
   writer.writeheader()
@@ -37,10 +37,16 @@ def to_csv(table: Sequence[TableRow]) -> str:
 
 
 def neutral(text: str) -> str:
-  """Return text in which no spreadsheet finds a formula.
+  """Return text that a spreadsheet does not read as a formula.
 
-  A program that splits at semicolons, tabs or lines sees a cell begin in the
-  middle of the text: every place where a formula could begin is quoted.
+  A spreadsheet may split a line at semicolons, tabs or quotes. Every place
+  where a cell could then start with a formula gets a quote.
+
+  Args:
+    text: any text.
+
+  Returns:
+    The text, with quotes inserted.
 
   Example:
     >>> neutral("=1+1"), neutral("lost; =cmd")
@@ -115,7 +121,7 @@ def to_markdown(table: Sequence[TableRow]) -> str:
 
 
 def _markdown(text: str) -> str:
-  """Return text that Markdown and the HTML inside it take literally."""
+  """Return text with the special characters of Markdown and HTML escaped."""
   marked = re.sub(r"([\\`*\[\]|~])", r"\\\1", text)
   marked = re.sub(r"(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])", r"\\_", marked)
   return html.escape(marked, quote=False)

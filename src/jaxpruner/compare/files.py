@@ -1,8 +1,9 @@
-"""Files of a run folder: links refused, lines checked, files replaced whole.
+"""Read and write the files of a run folder safely.
 
-A run folder may come from somebody else. Its files are opened without
-following links, and a path that is a pipe or a device is refused: writing
-there could empty or change a file elsewhere.
+A run folder may come from another person. Its files are opened without
+following links, and paths that are pipes or devices are refused: writing there
+could change a file elsewhere. Lines have checksums; files are replaced
+atomically.
 """
 
 import contextlib
@@ -24,12 +25,12 @@ _NONBLOCK = getattr(os, "O_NONBLOCK", 0)
 
 
 class RunFolderError(RuntimeError):
-  """The run folder cannot be used; the message says why and what to do."""
+  """The run folder cannot be used; the message names the reason and a cure."""
 
 
 @contextlib.contextmanager
 def explained(path: pathlib.Path) -> Iterator[None]:
-  """Turn an OSError into a RunFolderError with its cure."""
+  """Turn an OSError into a RunFolderError that names a cure."""
   try:
     yield
   except OSError as error:
@@ -51,10 +52,10 @@ def explained(path: pathlib.Path) -> Iterator[None]:
 
 
 def check_regular(path: pathlib.Path) -> None:
-  """Refuse a path that holds something else than a regular file.
+  """Raise if a path exists and is not a regular file.
 
   Args:
-    path: where a file is to be written; it need not exist.
+    path: the path of a file to write; it need not exist.
 
   Raises:
     RunFolderError: it is a pipe, a device, a socket or a folder.
@@ -82,12 +83,15 @@ def open_own(path: pathlib.Path, mode: str) -> IO[Any]:
 
   Args:
     path: the file.
-    mode: as `open` has it: "rb", "ab", "r+b", "w", "a+".
+    mode: as in `open`: "rb", "ab", "r+b", "w", "a+".
+
+  Returns:
+    The open file.
   """
   check_regular(path)
 
   def opener(name: str, flags: int) -> int:
-    # A pipe without a reader would block: not waited for, then refused.
+    # Opening a pipe without a reader would block: do not wait, then refuse.
     found = os.open(name, flags | _NOFOLLOW | _NONBLOCK, 0o666)
     if not stat.S_ISREG(os.fstat(found).st_mode):
       os.close(found)
@@ -99,14 +103,14 @@ def open_own(path: pathlib.Path, mode: str) -> IO[Any]:
 
 
 def write_synced(file: IO[bytes], content: bytes) -> None:
-  """Write, and return only when it is on disk."""
+  """Write bytes and wait until they are on disk."""
   file.write(content)
   file.flush()
   os.fsync(file.fileno())
 
 
 def sync_folder(path: pathlib.Path) -> None:
-  """Put a folder's names on disk, where the system can."""
+  """Wait until the names in a folder are on disk, where the system can."""
   if os.name != "posix":
     return
   found = os.open(path, os.O_RDONLY)
@@ -125,7 +129,7 @@ def write_atomic(path: pathlib.Path, content: bytes) -> None:
     with contextlib.suppress(FileNotFoundError):
       temporary.unlink()
     try:
-      # "x": a link planted under that name is not followed.
+      # "x": do not follow a link that exists under that name.
       with temporary.open("xb") as file:
         write_synced(file, content)
       os.replace(temporary, path)
@@ -137,7 +141,7 @@ def write_atomic(path: pathlib.Path, content: bytes) -> None:
 
 
 def append_line(path: pathlib.Path, record: Mapping[str, Any]) -> None:
-  """Append one record, and return only when it is on disk."""
+  """Append one record and wait until it is on disk."""
   # NaN is not JSON: a diverged loss is stored as null.
   payload = json.dumps(_finite(record), sort_keys=True, allow_nan=False)
   line = f"{zlib.crc32(payload.encode()):08x} {payload}\n".encode()
@@ -146,12 +150,12 @@ def append_line(path: pathlib.Path, record: Mapping[str, Any]) -> None:
 
 
 def say(message: str) -> None:
-  """Tell the user on standard error."""
+  """Print a message on standard error."""
   print(f"jaxpruner: {message}", file=sys.stderr)
 
 
 class Line(NamedTuple):
-  """One line of a file: where it stands, and the JSON it holds."""
+  """One line of a file: its position, and its JSON value."""
 
   where: str
   value: Any
@@ -160,11 +164,14 @@ class Line(NamedTuple):
 def read_lines(
   path: pathlib.Path, note: Callable[[str], None] = say
 ) -> list[Line]:
-  """Return the lines; a torn last one is dropped, other damage raises.
+  """Return the lines of a file; drop an incomplete last line.
 
   Args:
-    path: the file; one that does not exist has no lines.
-    note: is told what was dropped.
+    path: the file; a file that does not exist has no lines.
+    note: receives a message about a dropped line.
+
+  Returns:
+    The lines.
 
   Raises:
     RunFolderError: a line's checksum does not match.
@@ -205,7 +212,7 @@ def _torn(path: pathlib.Path, number: int, torn: bytes) -> str:
 def cut_torn_line(
   path: pathlib.Path, note: Callable[[str], None] = say
 ) -> None:
-  """Drop what follows the last newline, left by a write that was killed."""
+  """Drop the bytes after the last newline, left by an interrupted write."""
   if not path.exists() and not path.is_symlink():
     return
   with explained(path), open_own(path, "r+b") as file:
@@ -237,10 +244,10 @@ def pack_arrays(arrays: Mapping[str, np.ndarray]) -> bytes:
 
 
 def unpack_arrays(path: pathlib.Path) -> dict[str, np.ndarray]:
-  """Return what `pack_arrays` stored; damage raises RunFolderError."""
+  """Return the arrays in an .npz file; raise RunFolderError if damaged."""
   try:
-    # Opened here: np.load leaks its file when the archive is damaged.
+    # Open the file here: np.load leaves it open if the archive is damaged.
     with open_own(path, "rb") as raw, np.load(raw, allow_pickle=False) as file:
       return {name.removeprefix("a:"): file[name] for name in file.files}
-  except Exception as error:  # zipfile, zlib, numpy: all mean the same here
+  except Exception as error:  # of zipfile, zlib or numpy: the file is damaged
     raise RunFolderError(f"{path}: damaged ({error}); delete it") from error

@@ -1,7 +1,7 @@
-"""What decides the numbers of a run: its fingerprint, and the rest of run.json.
+"""The fingerprint: everything that determines the numbers of a run.
 
-A folder that is continued under another fingerprint would mix two runs in one
-table. Not covered: modules that the modules named by --import import in turn.
+A run folder with another fingerprint is not continued, because its table would
+mix two runs. Not included: the imports of the modules named by --import.
 """
 
 import dataclasses
@@ -35,11 +35,14 @@ JAX_OPTIONS = (
 
 
 def run_info(settings: ComparisonSettings, data: Any) -> RunInfo:
-  """Return what run.json says about this run.
+  """Return the content of run.json for this run.
 
   Args:
     settings: the comparison.
-    data: what the task's `load` returned.
+    data: the result of the task's `load`.
+
+  Returns:
+    The fingerprint and further information.
   """
   device = jax.devices()[0].device_kind
   task = tasks.make_task(settings.task, settings.options)
@@ -74,7 +77,7 @@ def hash_arrays(tree: Any) -> str:
 
 
 def hash_module(name: str) -> str:
-  """Return the SHA-256 of a module's source, of all files of a package."""
+  """Return the SHA-256 of a module's source, or of a package's files."""
   spec = importlib.util.find_spec(name)
   if spec is None or spec.origin is None:
     return ""

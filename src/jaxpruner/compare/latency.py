@@ -1,8 +1,8 @@
 """Measured inference time of each trained network, relative to dense.
 
-Each network runs through the library's fastest path for its masks,
-`jaxpruner.sparse.accelerate`. Where that is not available (no numba), the
-masked network runs as the dense one does, and takes as long.
+Each network runs with the library's fastest kernels for its masks,
+`jaxpruner.sparse.accelerate`. Without numba the masked network runs as a dense
+one, and takes as long.
 """
 
 import pathlib
@@ -27,12 +27,12 @@ def measure_all(
   pending: list[Cell],
   emit: Callable[[Latency], None],
 ) -> None:
-  """Measure cells against the dense one; skip what has no weights.
+  """Measure cells relative to the dense one; skip cells without weights.
 
   Args:
     path: the run folder.
     settings: the comparison.
-    pending: which cells.
+    pending: the cells.
     emit: receives each measurement.
   """
   dense_file = path / "weights" / f"{DENSE.id}.npz"
@@ -80,7 +80,7 @@ def _fill(shapes: Any, arrays: dict[str, np.ndarray], prefix: str) -> Any:
 
 
 def _accelerated(apply, params, masks, inputs) -> Callable | None:
-  """Return `inputs -> outputs` through sparse kernels, or None."""
+  """Return `inputs -> outputs` with sparse kernels, or None."""
   if not jax.tree.leaves(masks):
     return None
   try:
@@ -96,11 +96,19 @@ def ratio_of(
 ) -> tuple[float, float]:
   """Return (time of `ours` / time of `reference`, seconds of `ours`).
 
-  The two are interleaved, so that whatever else the machine does hits both,
-  and their best rounds are compared: being interrupted only ever adds time.
+  The two are called in turn, so that other load of the machine affects both,
+  and their fastest rounds are compared, because interruptions only add time.
+
+  Args:
+    ours: the function to measure.
+    reference: the function to compare it with.
+    rounds: the number of rounds.
+
+  Returns:
+    The ratio, and the seconds of one call of `ours`.
   """
   jax.block_until_ready((ours(), reference()))
-  # Short calls are repeated: one must not be lost in the clock's noise.
+  # Repeat short calls: the clock is too coarse for a single one.
   began = time.perf_counter()
   jax.block_until_ready(reference())
   repeats = max(1, min(200, int(2e-3 / (time.perf_counter() - began + 1e-9))))

@@ -1,4 +1,4 @@
-"""The few layers the tasks are made of, as plain functions on dicts."""
+"""The layers of the tasks' networks, as plain functions on dicts."""
 
 import math
 from collections.abc import Sequence
@@ -11,7 +11,22 @@ Params = dict[str, Any]
 
 
 def dense_init(key: jax.Array, inputs: int, outputs: int) -> Params:
-  """Return `{"kernel", "bias"}` of a linear layer, He-scaled."""
+  """Return the parameters of a linear layer.
+
+  Initialised as in He et al., "Delving Deep into Rectifiers", 2015.
+
+  Args:
+    key: the random key.
+    inputs: the number of inputs.
+    outputs: the number of outputs.
+
+  Returns:
+    `{"kernel", "bias"}`.
+
+  Example:
+    >>> dense_init(jax.random.key(0), 2, 3)["kernel"].shape
+    (2, 3)
+  """
   scale = math.sqrt(2 / inputs)
   kernel = scale * jax.random.normal(key, (inputs, outputs))
   return {"kernel": kernel, "bias": jnp.zeros(outputs)}
@@ -34,20 +49,29 @@ def conv(
 ) -> jax.Array:
   """Convolve images (NHWC) with the kernel (HWIO) and add the bias.
 
-  As one product of patches and kernel: XLA's CPU backend runs convolutions
-  inside loops, and under vmap over kernels, an order of magnitude slower.
+  What XLA does: its CPU backend runs convolutions inside loops, and under vmap
+  over kernels, ten times slower. What we do: one product of patches and kernel.
+  When it can go: when XLA runs them equally fast.
 
   Args:
     params: `{"kernel", "bias"}`.
     x: images.
-    stride: distance between outputs.
-    pad: zeros around the image; by default half the kernel ("same").
+    stride: the distance between outputs.
+    pad: the number of zeros around the image; half the kernel by default.
+
+  Returns:
+    The outputs, NHWC.
+
+  Example:
+    >>> params = {"kernel": jnp.ones((3, 3, 1, 1)), "bias": jnp.zeros(1)}
+    >>> conv(params, jnp.ones((1, 2, 2, 1))).ravel().tolist()
+    [4.0, 4.0, 4.0, 4.0]
   """
   kernel = params["kernel"]
   size = kernel.shape[0]
   edge = size // 2 if pad is None else pad
   x = jnp.pad(x, ((0, 0), (edge, edge), (edge, edge), (0, 0)))
-  # Where the last window begins, and one past it.
+  # The number of positions of the window along each axis.
   rows, columns = (length - size + 1 for length in x.shape[1:3])
   shifted = [
     x[:, i : i + rows : stride, j : j + columns : stride]
@@ -73,8 +97,22 @@ def layer_norm(params: Params, x: jax.Array) -> jax.Array:
 def group_norm(params: Params, x: jax.Array, groups: int = 4) -> jax.Array:
   """Normalise images over space and groups of channels.
 
-  Unlike batch norm it has no running state: every algorithm's network is a
-  pure function of its weights.
+  Unlike batch norm it has no running statistics, so that the network is a
+  function of its weights only (Wu & He, "Group Normalization", 2018).
+
+  Args:
+    params: `{"scale", "bias"}`.
+    x: images, NHWC.
+    groups: the number of groups, or a divisor of it that divides the channels.
+
+  Returns:
+    An array of the same shape.
+
+  Example:
+    >>> params = norm_init(1)
+    >>> x = jnp.array([0.0, 2.0]).reshape(1, 1, 2, 1)
+    >>> group_norm(params, x).round(2).ravel().tolist()
+    [-1.0, 1.0]
   """
   *lead, height, width, channels = x.shape
   groups = math.gcd(groups, channels)
@@ -165,7 +203,19 @@ def attention(
 
 
 def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
-  """Return the mean negative log-likelihood (nats) of integer labels."""
+  """Return the mean negative log-likelihood (nats) of integer labels.
+
+  Args:
+    logits: unnormalised log-probabilities, classes on the last axis.
+    labels: the classes.
+
+  Returns:
+    A scalar.
+
+  Example:
+    >>> round(float(cross_entropy(jnp.zeros((1, 2)), jnp.array([0]))), 4)
+    0.6931
+  """
   logp = jax.nn.log_softmax(logits)
   picked = jnp.take_along_axis(logp, labels[..., None], -1)
   return -picked.mean()

@@ -1,7 +1,7 @@
-"""What is stored of a cell: a `Chunk` of its training, its `Record`.
+"""The stored results of a cell: chunks of its training, and its `Record`.
 
-Each is a line of JSON in the run folder and in a worker's pipe. Reading
-checks it: fields that are missing, unknown or of a wrong kind are named.
+Each is a line of JSON in the run folder and in a worker's pipe. Reading checks
+it: an error names fields that are missing, unknown or of a wrong type.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ T = TypeVar("T", bound="Stored")
 
 
 class SchemaError(ValueError):
-  """A stored object is not what its reader needs; the message says where."""
+  """A stored object has the wrong fields; the message names file and line."""
 
 
 def _whole(value: Any) -> bool:
@@ -44,7 +44,7 @@ def _named(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
 _text = lambda value: isinstance(value, str)
 _gap = lambda value: value is None or _number(value)
 
-# Annotation -> (what it is in words, check)
+# Annotation -> (its description, check)
 KINDS: dict[Any, tuple[str, Callable[[Any], bool]]] = {
   str: ("text", _text),
   bool: ("true or false", lambda value: isinstance(value, bool)),
@@ -63,22 +63,25 @@ KINDS: dict[Any, tuple[str, Callable[[Any], bool]]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-  """Base of what is stored as JSON: its annotations are its schema."""
+  """Base class of objects stored as JSON; annotations are the schema."""
 
   def to_json(self) -> dict[str, Any]:
-    """Return the fields as an object of JSON."""
+    """Return field -> value."""
     return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
 
   @classmethod
   def from_json(cls: type[T], values: Any, where: str = "") -> T:
-    """Return what `to_json` gave, checked.
+    """Return the object from the result of `to_json`, checked.
 
     Args:
-      values: what JSON holds.
-      where: file and line, for the message of an error.
+      values: the value of a line of JSON.
+      where: file and line, for the error message.
+
+    Returns:
+      The object.
 
     Raises:
-      SchemaError: a field is missing, unknown or of a wrong kind.
+      SchemaError: a field is missing, unknown or of a wrong type.
     """
     name = cls.__name__
     where = where or name
@@ -112,14 +115,15 @@ class Chunk(Stored):
 
   Attributes:
     cell: the cell's id.
-    start: its first step.
-    count: how many steps it has.
-    steps: how many the whole training has.
+    start: the first step of the chunk.
+    count: the number of steps in the chunk.
+    steps: the number of steps in the whole training.
     loss: per seed, the loss of each step.
-    density: per leaf, the share of weights the forward pass uses.
-    stored: per leaf, the share of weights that are trained.
-    churn: per seed, weights swapped in since the last chunk / weights kept.
-    explored: per seed, the share of weights that were active so far.
+    density: per leaf, the fraction of weights that the forward pass uses.
+    stored: per leaf, the fraction of weights that are trained.
+    churn: per seed, weights that entered the mask since the last chunk,
+      relative to the weights kept.
+    explored: per seed, the fraction of weights that were kept at least once.
   """
 
   event: ClassVar[str] = "chunk"
@@ -141,24 +145,24 @@ class Record(Stored):
   Attributes:
     cell: the cell's id.
     algorithm: its name.
-    sparsity: the fraction requested.
-    width: of the network (smaller for the small dense baseline).
+    sparsity: the requested fraction.
+    width: the network's width (smaller for the small dense baseline).
     metrics: per metric, a number for each seed.
-    prunable: weights under masks.
+    prunable: the number of weights with a mask.
     realised: per seed, the fraction removed.
-    nonzero_pruned: weights under a mask's zero that are not zero.
-    leaves: how many leaves have masks.
-    weights: that are kept, of the first seed.
-    bytes: to store the first seed's network.
-    bytes_dense: to store it dense.
-    inference_flops: of one forward pass.
-    inference_flops_dense: of the dense network's.
-    training_flops: of the whole training.
-    training_flops_dense: of the dense network's.
-    density: per leaf, the share of weights kept.
-    seconds: wall time, compilation included.
-    collapsed: leaves that lost every weight in some seed.
-    problem: why the cell may not enter the table, or "".
+    nonzero_pruned: the number of removed weights that are not zero.
+    leaves: the number of leaves with a mask.
+    weights: the number of kept weights, for the first seed.
+    bytes: the size of the stored network, for the first seed.
+    bytes_dense: its size if stored dense.
+    inference_flops: the FLOPs of one forward pass.
+    inference_flops_dense: those of the dense network.
+    training_flops: the FLOPs of the whole training.
+    training_flops_dense: those of the dense network.
+    density: per leaf, the fraction of weights kept.
+    seconds: wall time, including compilation.
+    collapsed: leaves that lost every weight with at least one seed.
+    problem: the reason why the cell is not in the table, or "".
   """
 
   event: ClassVar[str] = "done"
@@ -186,7 +190,7 @@ class Record(Stored):
 
 @dataclasses.dataclass(frozen=True)
 class Failure(Stored):
-  """A cell that raised; it is tried again when the run continues."""
+  """A cell that raised; it is computed again when the run continues."""
 
   event: ClassVar[str] = "done"
   cell: str
@@ -210,18 +214,18 @@ Event = Chunk | Record | Failure
 
 
 def result_from_json(values: Any, where: str = "") -> Record | Failure:
-  """Return a line of results.jsonl: a `Record`, or a `Failure` if it raised."""
+  """Return the `Record` or `Failure` in a line of results.jsonl."""
   raised = isinstance(values, Mapping) and "raised" in values
   return (Failure if raised else Record).from_json(values, where)
 
 
 def event_to_json(event: Event) -> dict[str, Any]:
-  """Return an event as a worker sends it."""
+  """Return an event in the form that a worker sends."""
   return {"event": event.event, "record": event.to_json()}
 
 
 def event_from_json(values: Any, where: str = "") -> Event:
-  """Return the event that `event_to_json` gave, checked."""
+  """Return the event from the result of `event_to_json`, checked."""
   if not isinstance(values, Mapping) or set(values) != {"event", "record"}:
     raise SchemaError(f"{where}: not an event: {values!r:.60}")
   if values["event"] == Chunk.event:

@@ -1,17 +1,17 @@
-"""A run folder: what a comparison has finished, safe at any instant.
+"""A run folder: the results of a comparison on disk.
 
     run.json        settings, fingerprint, commit, device; written once
     results.jsonl   one line per finished cell: a Record or a Failure
     steps.jsonl     losses, densities and churn, a line per Chunk of steps
     latency.jsonl   measured inference times
     weights/        the trained parameters and masks of the first seed
-    checkpoints/    a cell half done, so that long cells resume too
-    worker-N.log    what a worker process printed
+    checkpoints/    unfinished cells, so that long cells can resume
+    worker-N.log    the output of a worker process
     lock            held (flock) by the process that writes
 
-Lines are only ever appended and carry a CRC; whole files are replaced
-atomically. A killed process can at worst leave a torn last line, which the
-next one cuts off and names.
+Lines are only appended and have a CRC; whole files are replaced atomically. A
+process that is killed can leave an incomplete last line, which the next process
+removes with a message.
 """
 
 import contextlib
@@ -41,27 +41,27 @@ except ImportError:  # Windows has no flock: a second process is not refused.
   fcntl = None
 
 FORMAT = 2  # of run.json; 1 had no fingerprint and no list of cells
-# The parts of run.json that decide the numbers: its fingerprint.
+# The parts of run.json that determine the numbers: its fingerprint.
 FINGERPRINT = ("settings", "task", "data", "imports", "versions", "jax")
 
 
 @dataclasses.dataclass(frozen=True)
 class RunInfo(Stored):
-  """What run.json says.
+  """The content of run.json.
 
   Attributes:
-    settings: what was asked for (`ComparisonSettings.to_json`).
-    versions: of the packages, Python and the device.
-    task: the task's fields, defaults included.
-    data: SHA-256 of the data that was read.
+    settings: the settings (`ComparisonSettings.to_json`).
+    versions: the versions of the packages and of Python, and the device.
+    task: the task's fields, including defaults.
+    data: SHA-256 of the data.
     imports: SHA-256 of the source of each module named by --import.
     jax: the JAX settings that change numbers.
     cells: algorithm, sparsity, order and title of its group, for each cell.
     metric: the name of the metric in the table.
-    device: where it ran, for people.
-    commit: of the library's source.
-    command: that was typed.
-    started: when.
+    device: a description of the machine.
+    commit: the commit of the library's source.
+    command: the command line.
+    started: the time of the start.
     format: the version of this file.
   """
 
@@ -81,14 +81,17 @@ class RunInfo(Stored):
 
 
 class RunFolder:
-  """The one writer of a run folder; use as a context manager.
+  """The only writer of a run folder; use it as a context manager.
 
   Args:
-    path: the folder, which is made if it does not exist.
+    path: the folder; it is created if it does not exist.
+
+  Attributes:
+    path: the folder.
 
   Raises:
     RunFolderError: another process writes there, the folder cannot be made,
-      or one of its own files is a link.
+      or one of its files is a link.
   """
 
   def __init__(self, path: str | os.PathLike):
@@ -99,8 +102,8 @@ class RunFolder:
     with files.explained(self.path):
       self.path.mkdir(parents=True, exist_ok=True)
     refuse_links(self.path)
-    # flock belongs to the open file: the system drops it when its holder
-    # dies, however it dies, so a dead process's lock needs no clean-up.
+    # flock belongs to the open file: the system releases it when the process
+    # ends in any way, so that no lock is left behind.
     self._lock = files.open_own(self.path / "lock", "a+")
     if fcntl is not None:
       try:
@@ -127,21 +130,21 @@ class RunFolder:
       self._lock.close()
 
   def _sweep(self) -> None:
-    """Delete temporary files of writers that were killed: the lock is ours."""
+    """Delete temporary files of killed writers; we hold the lock."""
     for folder in (self.path, self.path / "weights", self.path / "checkpoints"):
       for left in folder.glob(".*.tmp"):
         with contextlib.suppress(OSError):
           left.unlink()
 
   def open_run(self, info: RunInfo) -> None:
-    """Store what the run is, or check that the folder holds the same run.
+    """Write run.json, or check that the folder contains the same run.
 
     Args:
-      info: of this run; its fingerprint decides the numbers.
+      info: the content of run.json for this run.
 
     Raises:
-      RunFolderError: the folder's fingerprint differs; all of what differs is
-        named, since one table cannot mix them.
+      RunFolderError: the folder has another fingerprint; the message lists all
+        differences.
     """
     path = self.path / "run.json"
     if not path.exists():
@@ -163,14 +166,14 @@ class RunFolder:
       )
 
   def append(self, event: Chunk | Record | Failure | Latency) -> None:
-    """Append a line to the file the event belongs to."""
+    """Append an event to its file."""
     names = {Chunk: "steps.jsonl", Latency: "latency.jsonl"}
     name = names.get(type(event), "results.jsonl")
     files.append_line(self.path / name, event.to_json())
 
 
 def refuse_links(path: pathlib.Path) -> None:
-  """Raise if one of the folder's own files is a link."""
+  """Raise if one of the folder's files is a link."""
   for entry in sorted(path.iterdir()):
     if entry.is_symlink():
       raise RunFolderError(
@@ -180,14 +183,23 @@ def refuse_links(path: pathlib.Path) -> None:
 
 
 def differences(found: RunInfo, mine: RunInfo) -> list[str]:
-  """Name what differs between two fingerprints.
+  """Return the differences between two fingerprints.
+
+  Args:
+    found: the content of the folder's run.json.
+    mine: the content for this run.
 
   Returns:
-    texts such as "versions jax='0.10' there, '0.11' now".
+    Texts such as "versions jax='0.10' there, '0.11' now".
+
+  Example:
+    >>> differences(
+    ...   RunInfo({}, {"jax": "0.10"}), RunInfo({}, {"jax": "0.11"}))
+    ["versions jax='0.10' there, '0.11' now"]
   """
   named = []
   for part in FINGERPRINT:
-    # Through JSON, as the stored side went: tuples become lists.
+    # Convert through JSON, as the stored side: tuples become lists.
     new = json.loads(json.dumps(getattr(mine, part)))
     old = getattr(found, part)
     named += [
@@ -199,7 +211,7 @@ def differences(found: RunInfo, mine: RunInfo) -> list[str]:
 
 
 def read_run(path: str | os.PathLike) -> RunInfo:
-  """Return what run.json of a run folder says, checked."""
+  """Return the content of a folder's run.json, checked."""
   file = pathlib.Path(path) / "run.json"
   if not file.exists() and not file.is_symlink():
     raise RunFolderError(f"{path}: no run.json, so not a run folder")
@@ -208,7 +220,7 @@ def read_run(path: str | os.PathLike) -> RunInfo:
       info = RunInfo.from_json(json.loads(opened.read()), str(file))
   except (OSError, ValueError, RecursionError) as error:
     raise RunFolderError(
-      f"{file}: cannot be read ({error}); restore it, or start anew with "
+      f"{file}: cannot be read ({error}); restore it, or start again with "
       "another --out"
     ) from error
   if info.format > FORMAT:
@@ -220,21 +232,21 @@ def read_run(path: str | os.PathLike) -> RunInfo:
 
 
 def settings_of(info: RunInfo, path: str) -> settings.ComparisonSettings:
-  """Return a run's settings; nothing that they name is imported."""
+  """Return the settings of a run; import none of the modules they name."""
   where = f"{pathlib.Path(path) / 'run.json'}: settings"
   try:
     return settings.from_json(info.settings, where)
   except ValueError as error:
     raise RunFolderError(
-      f"{error}. What a run imported is not imported by reading it: if you "
-      "trust its modules, name them with --import"
+      f"{error}. Reading a run does not import its modules: if you trust "
+      "them, name them with --import"
     ) from error
 
 
 def grouped_cells(info: RunInfo, path: str) -> list[tuple[Cell, Group]]:
-  """Return the cells of a run with their categories, as run.json has them."""
+  """Return the cells of a run and their groups, as stored in run.json."""
   where = f"{pathlib.Path(path) / 'run.json'}: cells"
-  if info.format == 1:  # had no list: made anew from the settings
+  if info.format == 1:  # without a list: derive it from the settings
     chosen = settings_of(info, path)
     try:
       settings.check_algorithms(chosen)
@@ -256,7 +268,7 @@ def grouped_cells(info: RunInfo, path: str) -> list[tuple[Cell, Group]]:
 
 
 def read_results(path: str | os.PathLike) -> dict[str, Record | Failure]:
-  """Return cell id -> its latest record."""
+  """Return cell id -> its last record."""
   found = {}
   for line in files.read_lines(pathlib.Path(path) / "results.jsonl"):
     record = _checked(result_from_json, line)
@@ -267,8 +279,14 @@ def read_results(path: str | os.PathLike) -> dict[str, Record | Failure]:
 def read_steps(path: str | os.PathLike) -> dict[str, list[Chunk]]:
   """Return cell id -> the chunks of its training, in order.
 
-  A cell that was interrupted repeats chunks; repeats are equal, and the last
-  one counts.
+  An interrupted cell may have written a chunk twice; both are equal, and the
+  last one is returned.
+
+  Args:
+    path: the run folder.
+
+  Returns:
+    The chunks of each cell.
   """
   chunks: dict[str, dict[int, Chunk]] = {}
   for line in files.read_lines(pathlib.Path(path) / "steps.jsonl"):

@@ -1,7 +1,6 @@
-"""What is compared: the settings, checked before anything starts."""
+"""The settings of a comparison, checked before anything starts."""
 
 import dataclasses
-import difflib
 import hashlib
 import importlib
 import json
@@ -11,26 +10,27 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jaxpruner
+from jaxpruner import _tools
 from jaxpruner.compare import tasks
 
 
 @dataclasses.dataclass(frozen=True)
 class ComparisonSettings:
-  """Everything the user says that determines the numbers of a comparison.
+  """All options of the user that determine the numbers of a comparison.
 
   Attributes:
     task: a name in `tasks.TASKS`.
-    algorithms: registry names; empty means `cells.DEFAULT` and those
-      registered outside the library, "all" every one that fits a training
-      loop.
+    algorithms: registered names. Empty means `cells.DEFAULT` and those
+      registered outside the library; "all" means every algorithm that fits a
+      training loop.
     sparsity: fractions of weights removed.
-    seeds: how many seeds, 0, 1, ...
+    seeds: the number of seeds; they are 0, 1, ...
     type: a sparsity type such as "2:4"; "" is unstructured.
-    distribution: "erk" or "uniform"; "" is the task's own choice.
-    options: overrides of the task's fields (steps, width, ...).
-    devices: devices one cell is spread over.
+    distribution: "erk" or "uniform"; "" is the task's default.
+    options: values for the task's fields (steps, width, ...).
+    devices: the number of devices for one cell.
     data: a folder to read the task's data from.
-    imports: modules named by --import, which register algorithms of yours.
+    imports: modules named by --import, which register algorithms or tasks.
 
   Example:
     >>> ComparisonSettings(seeds=0)
@@ -64,33 +64,40 @@ class ComparisonSettings:
     type_sparsity(self.type)
 
   def digest(self) -> str:
-    """Return a short name for these settings, the same in every process."""
+    """Return a short hash of these settings, the same in every process."""
     text = json.dumps(dataclasses.asdict(self), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
   def to_json(self) -> dict[str, Any]:
-    """Return the settings as JSON has them: lists for tuples."""
+    """Return the settings as JSON stores them: lists for tuples."""
     return json.loads(json.dumps(dataclasses.asdict(self)))
 
 
 def from_json(values: Any, where: str = "settings") -> ComparisonSettings:
-  """Return the settings that `to_json` gave; nothing is imported.
+  """Return the settings from the result of `to_json`; import nothing.
 
   Args:
-    values: what JSON or TOML holds; a single value stands for a list of one.
-    where: the file, for the message of an error.
+    values: the content of a JSON or TOML file; a single value may replace a
+      list of one.
+    where: the name of the file, for error messages.
+
+  Returns:
+    The settings.
 
   Raises:
-    ValueError: a key is unknown, or a value is not what its key needs.
+    ValueError: a key is unknown, or a value has the wrong type.
+
+  Example:
+    >>> from_json({"task": "digits", "sparsity": 0.5}).sparsity
+    (0.5,)
   """
   if not isinstance(values, Mapping):
     raise ValueError(f"{where}: must be a table of settings, is {values!r:.60}")
   fields = {field.name for field in dataclasses.fields(ComparisonSettings)}
   for key in values:
     if key not in fields:
-      near = difflib.get_close_matches(str(key), fields, 1)
-      hint = f"; did you mean {near[0]!r}?" if near else ""
-      raise ValueError(f"{where}: unknown key {key!r}{hint}")
+      hint = _tools.nearest(key, fields)
+      raise ValueError(f"{where}: unknown key {key!r}; {hint}")
   listed = {key: _as_tuple(key, value) for key, value in values.items()}
   try:
     return ComparisonSettings(**listed)
@@ -105,7 +112,17 @@ def _as_tuple(key: str, value: Any) -> Any:
 
 
 def read_config(path: str) -> dict[str, Any]:
-  """Return the settings in a TOML file; unknown keys and wrong types raise.
+  """Return the settings in a TOML file.
+
+  Args:
+    path: the file.
+
+  Returns:
+    Setting -> value, only for the keys in the file.
+
+  Raises:
+    ValueError: the file cannot be read, a key is unknown, or a value has the
+      wrong type.
 
   Example of a file::
 
@@ -122,7 +139,7 @@ def read_config(path: str) -> dict[str, Any]:
     raise ValueError(f"--config {path}: not valid TOML ({error})") from error
   except OSError as error:
     raise ValueError(f"--config {path}: {error.strerror}") from error
-  # Checked as a whole now, so that a mistake is told with its file.
+  # Check all values now, so that an error message names the file.
   from_json(values, f"--config {path}")
   return {key: _as_tuple(key, value) for key, value in values.items()}
 
@@ -147,19 +164,35 @@ def import_modules(names: Iterable[str]) -> None:
 
 
 def check_algorithms(settings: ComparisonSettings) -> None:
-  """Raise for a name that is not registered, with the nearest one."""
+  """Raise if an algorithm is not registered.
+
+  Args:
+    settings: the comparison.
+
+  Raises:
+    ValueError: names the unknown algorithm and the nearest one.
+
+  Example:
+    >>> check_algorithms(ComparisonSettings(algorithms=("rigl",)))
+  """
   known = ("all", *jaxpruner.all_algorithm_names())
   for name in settings.algorithms:
     if name not in known:
-      near = difflib.get_close_matches(name, known, 1)
-      hint = f"did you mean {near[0]!r}? " if near else ""
+      hint = _tools.nearest(name, known)
       raise ValueError(
-        f"--algorithms {name!r} is unknown; {hint}known: {', '.join(known)}"
+        f"--algorithms {name!r} is unknown; {hint} (`jaxpruner compare --list` "
+        "shows all)"
       )
 
 
 def type_sparsity(name: str) -> float | None:
-  """Return the sparsity a type dictates (2:4 removes 0.5), else None.
+  """Return the sparsity that a type implies (0.5 for 2:4), else None.
+
+  Args:
+    name: a sparsity type, such as "2:4"; "" is unstructured.
+
+  Returns:
+    The sparsity, or None.
 
   Example:
     >>> type_sparsity("1:4"), type_sparsity("4x4")

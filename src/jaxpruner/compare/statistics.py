@@ -1,4 +1,4 @@
-"""Means, intervals and paired differences over a handful of seeds."""
+"""Means, intervals and paired differences over a few seeds."""
 
 import math
 from collections.abc import Sequence
@@ -8,7 +8,15 @@ import numpy as np
 
 
 class Estimate(NamedTuple):
-  """A mean over seeds with its spread; `low, high` is the 95 % interval."""
+  """A mean over seeds, with its standard deviation and interval.
+
+  Attributes:
+    mean: the mean.
+    std: the sample standard deviation.
+    low: the lower end of the confidence interval.
+    high: the upper end of the confidence interval.
+    n: the number of seeds.
+  """
 
   mean: float
   std: float
@@ -21,7 +29,18 @@ def t_quantile(confidence: float, dof: int) -> float:
   """Return t with P(|T| <= t) = confidence for `dof` degrees of freedom.
 
   Inverts the finite series for P(|T| <= t) at integer `dof` (Abramowitz &
-  Stegun 26.7.3 and 26.7.4), so no statistics package is needed.
+  Stegun, 26.7.3 and 26.7.4), so that no statistics package is needed.
+
+  Args:
+    confidence: the probability, strictly between 0 and 1.
+    dof: the degrees of freedom, at least 1.
+
+  Returns:
+    The quantile of Student's t distribution.
+
+  Example:
+    >>> round(t_quantile(0.95, 2), 3)
+    4.303
   """
   if dof < 1 or not 0 < confidence < 1:
     raise ValueError(
@@ -46,7 +65,7 @@ def _central_probability(t: float, dof: int) -> float:
   odd = dof % 2
   term = sine * (cosine if odd else 1.0)
   total = 0.0
-  # Neighbouring terms differ by cos^2 and k / (k + 1).
+  # The ratio of two consecutive terms is cos^2 * k / (k + 1).
   for k in range(1 + odd, dof + odd, 2):
     total += term
     term *= cosine**2 * k / (k + 1)
@@ -58,7 +77,16 @@ def _central_probability(t: float, dof: int) -> float:
 def estimate(values: Sequence[float], confidence: float = 0.95) -> Estimate:
   """Return mean, sample standard deviation (n - 1) and Student's t interval.
 
-  One value has no spread: `std, low, high` are then NaN.
+  Args:
+    values: one number per seed.
+    confidence: the probability that the interval contains the mean.
+
+  Returns:
+    The estimate; for a single value, `std, low, high` are NaN.
+
+  Example:
+    >>> estimate([1.0, 2.0, 3.0]).std
+    1.0
   """
   array = np.asarray(values, np.float64)
   if array.ndim != 1 or array.size == 0:
@@ -74,10 +102,21 @@ def estimate(values: Sequence[float], confidence: float = 0.95) -> Estimate:
 def paired_difference(
   values: Sequence[float], reference: Sequence[float]
 ) -> Estimate:
-  """Estimate `values - reference`, seed by seed.
+  """Estimate the mean of `values - reference`, paired by seed.
 
-  Pairing removes what the seeds share (initial weights, batches): the
-  interval is that of the differences, not of two independent means.
+  Both sides of a pair share initial weights and batches. The variation that
+  they have in common cancels, and the interval is that of the differences.
+
+  Args:
+    values: one number per seed.
+    reference: the numbers of the reference, for the same seeds.
+
+  Returns:
+    The estimate of the difference.
+
+  Example:
+    >>> paired_difference([2.0, 3.0], [1.0, 2.0]).mean
+    1.0
   """
   if len(values) != len(reference):
     raise ValueError(

@@ -12,10 +12,10 @@ from jaxpruner.compare.statistics import Estimate
 
 @dataclasses.dataclass(frozen=True)
 class TableRow:
-  """One algorithm at one sparsity. Ratios are relative to the dense network.
+  """The results of one algorithm at one sparsity.
 
-  `latency` and `seconds` are measured times: the only columns that differ
-  when the same comparison runs twice.
+  Ratios are relative to the dense network. `latency` and `seconds` are measured
+  times; only they differ when the same comparison runs twice.
   """
 
   task: str
@@ -41,12 +41,15 @@ class TableRow:
 def rows(path: str, times: bool = True) -> list[TableRow]:
   """Return the rows of a run folder: by sparsity, then by category.
 
-  Nothing that the folder names is imported: algorithms, categories and the
-  metric are in its run.json.
+  No module that the folder names is imported: algorithms, categories and the
+  metric are read from its run.json.
 
   Args:
     path: the run folder.
-    times: whether to fill the columns that hold measured times.
+    times: whether to fill the columns with measured times.
+
+  Returns:
+    The rows.
   """
   info = run_folder.read_run(path)
   settings = run_folder.settings_of(info, path)
@@ -78,7 +81,7 @@ def _filled(
   record: Record | Failure | None,
   dense: Record | Failure | None,
 ) -> TableRow:
-  """Return the row with the numbers of its record, or with its problem."""
+  """Return a row with the numbers of its record, or with its problem."""
   if record is None:
     return dataclasses.replace(head, problem="not finished")
   if isinstance(record, Failure) or record.problem:
@@ -121,7 +124,7 @@ def _filled(
 
 
 def _metric(record: Record, name: str) -> list[float] | None:
-  """Return a metric's number per seed; None if one is missing."""
+  """Return the value of a metric for each seed; None if one is missing."""
   found = record.metrics.get(name) or []
   values = [value for value in found if value is not None]
   return values if values and len(values) == len(found) else None
@@ -131,7 +134,7 @@ _NOTHING = Estimate(math.nan, math.nan, math.nan, math.nan, 0)
 
 
 def flat(row: TableRow) -> dict[str, Any]:
-  """Return a row as one level of plain values, None where there is none."""
+  """Return a row as a flat dict of plain values, None for empty columns."""
   metric = row.metric or _NOTHING
   difference = row.difference or _NOTHING
   values = {

@@ -1,4 +1,4 @@
-"""What the terminal shows: a progress bar while running, then the table."""
+"""Terminal output: a progress bar while running, then the table."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ from jaxpruner.compare.table import TableRow
 
 
 class Progress:
-  """Cells done, the current cell with its loss, the last metric, time left."""
+  """A progress bar: finished cells, the current loss, the last metric."""
 
   def __init__(self, cells: int, done: int, metric: str, quiet: bool = False):
     self._metric = metric
@@ -39,7 +39,7 @@ class Progress:
     self._bar.stop()
 
   def advance(self, chunk: Chunk) -> None:
-    """Show how far the current cell is."""
+    """Show the progress of the current cell."""
     share = (chunk.start + chunk.count) / chunk.steps
     self._parts[chunk.cell] = 0.95 * share
     last = [row[-1] for row in chunk.loss]

@@ -1,8 +1,8 @@
-"""One cell's training, compiled for all seeds at once.
+"""The training of one cell, compiled for all seeds together.
 
-Here the protocol is enforced: for one seed, initial weights, batches,
-optimizer, learning rate and number of steps are functions of the task and the
-seed only; the updater is the one thing that differs between cells.
+This file enforces the protocol: with one seed, initial weights, batches,
+optimizer, learning rate and number of steps depend on the task and the seed
+only. The updater is the only difference between cells.
 """
 
 from collections.abc import Callable
@@ -19,26 +19,26 @@ PyTree = Any
 
 
 class Carry(NamedTuple):
-  """What one seed's training is at some step."""
+  """The state of one seed's training."""
 
   params: PyTree
   opt_state: PyTree
   env_state: PyTree
   masks: PyTree  # at the last snapshot
-  seen: PyTree  # every weight that was active at some snapshot
+  seen: PyTree  # weights that were kept in at least one snapshot
 
 
 class Snapshot(NamedTuple):
-  """What is measured after a chunk of steps, per seed."""
+  """The measurements after a chunk of steps, per seed."""
 
-  density: PyTree  # per leaf, of the weights the forward pass uses
-  stored: PyTree  # per leaf, of the weights that are trained
-  churn: jax.Array  # weights swapped since the last snapshot / weights kept
-  explored: jax.Array  # share of weights active so far
+  density: PyTree  # per leaf, weights that the forward pass uses
+  stored: PyTree  # per leaf, weights that are trained
+  churn: jax.Array  # weights new in the mask / weights kept
+  explored: jax.Array  # fraction of weights that were kept so far
 
 
 class Training(NamedTuple):
-  """The compiled pieces of a cell's training; seeds are the leading axis."""
+  """The compiled functions of a training; seeds are the leading axis."""
 
   start: Callable[..., Carry]
   train: Callable[..., tuple[Carry, jax.Array, Snapshot]]
@@ -52,15 +52,15 @@ def build(
   devices: int = 1,
   temperature: float = 1.0,
 ) -> Training:
-  """Compile one cell's training for all its seeds at once.
+  """Compile the training of one cell for all its seeds together.
 
   Args:
-    task: what is trained.
+    task: the task.
     updater: the pruning algorithm.
-    data: what the task's `load` returned, on the device.
-    devices: over how many each batch is spread.
-    temperature: divides the network's outputs in the loss that an algorithm
-      which prunes at the start looks at.
+    data: the result of the task's `load`, on the device.
+    devices: the number of devices that share each batch.
+    temperature: divides the network's outputs in the loss that algorithms use
+      which prune before training.
 
   Returns:
     start(keys, data) -> Carry; train(carry, keys, data, first, count, length)
@@ -71,7 +71,7 @@ def build(
 
 
 class _Seed:
-  """One seed's training, as functions that `build` batches and compiles."""
+  """The training of one seed; `build` batches and compiles its methods."""
 
   def __init__(self, task: Task, updater: Any, spread: Any, temperature: float):
     self._task, self._updater = task, updater
@@ -88,7 +88,7 @@ class _Seed:
     return Carry(params, opt_state, env_state, masks, masks)
 
   def _first_tx(self, params: PyTree, data: PyTree, key: jax.Array) -> Any:
-    """Return `tx`, which may look at the first batch to prune at the start."""
+    """Return `tx`; it may prune at the start with the first batch."""
     task = self._task
     if "loss" not in self._updater.needs:
       return self._tx
@@ -107,7 +107,7 @@ class _Seed:
   def train(
     self, carry: Carry, key: jax.Array, data: PyTree, first, count, length
   ) -> tuple[Carry, jax.Array, Snapshot]:
-    """Take `count` steps from `first` on; losses have room for `length`."""
+    """Run `count` steps from `first` on; return `length` losses."""
 
     def body(i, state):
       carry, losses = state
@@ -190,14 +190,14 @@ def _masks_of(params: PyTree, opt_state: PyTree) -> PyTree:
 
 
 def _once(fn: Callable[..., Any]) -> Callable[..., Any]:
-  """Compile for one call: on CPU, quick code generation beats quick code."""
+  """Compile for one call: on a CPU, save compile time instead of run time."""
   cheap = {"xla_backend_optimization_level": 0}
   options = cheap if jax.default_backend() == "cpu" else None
   return jax.jit(fn, compiler_options=options)
 
 
 def _over_seeds(task, start, train, final, data) -> Training:
-  """Batch the seeds: one bigger program (vmap), or one after another (map)."""
+  """Batch the seeds: together (vmap) or one after another (map)."""
   if task.in_turn:
     start_all = lambda keys, data: jax.lax.map(lambda k: start(k, data), keys)
     final_all = lambda carry: jax.lax.map(final, carry)
@@ -272,7 +272,7 @@ def _spreader(devices: int) -> Callable[[PyTree], PyTree]:
 
 
 def arrays_of(carry: Carry, progress: list[float]) -> dict[str, np.ndarray]:
-  """Return a training's state, and how far it is, as plain arrays."""
+  """Return the state and the progress of a training as plain arrays."""
   # Typed keys have no NumPy dtype: their data is stored.
   raw = lambda x: (
     jax.random.key_data(x)
@@ -286,24 +286,24 @@ def arrays_of(carry: Carry, progress: list[float]) -> dict[str, np.ndarray]:
 
 
 class CheckpointError(ValueError):
-  """A checkpoint can be read, but is not of this training."""
+  """A checkpoint can be read, but belongs to another training."""
 
 
 def restore(
   carry: Carry, saved: dict[str, np.ndarray], steps: int
 ) -> tuple[Carry, list[float]]:
-  """Return what `arrays_of` was given.
+  """Return the state and the progress stored by `arrays_of`.
 
   Args:
-    carry: the training before its first step: lends structure and shapes.
+    carry: the training before its first step, for structure and shapes.
     saved: the arrays.
-    steps: how many the training has.
+    steps: the number of steps of the training.
 
   Returns:
-    the carry, and [steps done, seconds, cost].
+    The carry, and [steps done, seconds, cost].
 
   Raises:
-    CheckpointError: the arrays are not of this training.
+    CheckpointError: the arrays belong to another training.
   """
   leaves, treedef = jax.tree.flatten(carry)
   expected = {f"leaf:{i}" for i in range(len(leaves))} | {"progress"}

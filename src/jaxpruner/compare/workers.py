@@ -1,4 +1,6 @@
-"""Cells in several processes: both ends of the protocol, in lines of JSON.
+"""Compute cells in several processes: both ends of the protocol.
+
+Messages are lines of JSON:
 
     parent -> worker (its stdin)   the settings; then a cell, [algorithm,
                                    sparsity], each time the worker is idle
@@ -6,8 +8,8 @@
     its own)                       failure of the cell (`records.event_to_json`)
 
 The parent closes stdin when no cell is left. A worker whose stdin closes in
-the middle of a cell has lost its parent and exits at once. Whatever a worker
-prints, also below Python, goes to `worker-N.log` in the run folder.
+the middle of a cell has lost its parent and exits at once. All output of a
+worker, also that of C code, goes to `worker-N.log` in the run folder.
 """
 
 import json
@@ -47,11 +49,11 @@ def processes(
     settings: the comparison.
     path: the run folder.
     emit: receives the events, in this process.
-    jobs: how many workers.
+    jobs: the number of workers.
 
   Raises:
-    RunFolderError: a worker ended early, or sent what is no event; the
-      message names its log.
+    RunFolderError: a worker ended early, or sent something other than an
+      event; the message names its log.
   """
   waiting = list(pending)[::-1]
   events: queue.Queue[tuple[_Worker, str | None]] = queue.Queue()
@@ -77,7 +79,7 @@ def processes(
 
 
 class _Worker:
-  """A worker process, as its parent sees it."""
+  """The parent's end of a worker process."""
 
   def __init__(
     self,
@@ -116,7 +118,7 @@ class _Worker:
       pipe.write(json.dumps(message) + "\n")
       pipe.flush()
     except BrokenPipeError:
-      pass  # it ended: told with its code when its own pipe closes
+      pass  # it ended: `check_ended` reports it when its pipe closes
 
   def give(self, waiting: list[Cell]) -> None:
     """Send the next cell, or close stdin if there is none."""
@@ -129,7 +131,7 @@ class _Worker:
       self._process.stdin.close()
 
   def event(self, line: str) -> Event:
-    """Return the event in a line, if it is of the cell that was given."""
+    """Return the event in a line; raise if it belongs to another cell."""
     try:
       found = event_from_json(json.loads(line), self.name)
     except (SchemaError, ValueError, RecursionError) as error:
@@ -142,7 +144,7 @@ class _Worker:
     return executors.check_sender(found, self.cell, self.name)
 
   def check_ended(self) -> None:
-    """Raise if the worker ended with an error, or with its cell undone."""
+    """Raise if the worker failed, or ended before its cell was finished."""
     code = self._process.wait()
     if code or self.cell is not None:
       raise RunFolderError(
@@ -163,10 +165,10 @@ class _Worker:
 
 
 def main() -> None:
-  """Be a worker: compute cells until stdin closes."""
+  """Run a worker: compute cells until stdin closes."""
   path = pathlib.Path(sys.argv[1])
-  # The pipe to the parent becomes a file of our own, and file descriptor 1
-  # the log: neither print nor C code can write into the protocol.
+  # Duplicate the pipe to the parent, and make file descriptor 1 the log, so
+  # that neither print nor C code can write into the pipe.
   out = os.fdopen(os.dup(1), "w")
   os.dup2(2, 1)
   sys.stdout = sys.stderr
@@ -182,14 +184,15 @@ def main() -> None:
   threading.Thread(target=listen, daemon=True).start()
 
   def emit(event: Event) -> None:
-    # The parent may close stdin once it has read "done": be idle by then.
+    # The parent may close stdin once it has read "done": mark the cell as
+    # finished before sending.
     if event.event == "done":
       lines.task_done()
     out.write(json.dumps(event_to_json(event)) + "\n")
     out.flush()
 
   sent = json.loads(lines.get() or "{}")
-  # What the user typed after --import, sent by the parent.
+  # The modules that the user named with --import, sent by the parent.
   settings.import_modules(sent.get("imports", ()))
   chosen = settings.from_json(sent)
   lines.task_done()

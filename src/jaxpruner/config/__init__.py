@@ -1,6 +1,6 @@
-"""Configuration: strings and mappings to objects, and back.
+"""Configuration: from strings and mappings to objects, and back.
 
-codec          names of types, schedules, distributions and parts, both ways
-schedule       which schedule the keys of a configuration mean
-distribution   which distribution they mean
+codec          reads and writes names of types, schedules, distributions, parts
+schedule       builds the schedule that a configuration describes
+distribution   builds the distribution that a configuration describes
 """

@@ -1,10 +1,10 @@
-"""Parse and serialise configuration: names, and the objects they stand for."""
+"""Read and write configuration: objects from names, and names from objects."""
 
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from jaxpruner import _leaves, sparsity_types
+from jaxpruner import _leaves, _tools, sparsity_types
 from jaxpruner.algorithms import criteria, redistribution
 from jaxpruner.sparsity_distributions.table import DISTRIBUTIONS
 from jaxpruner.sparsity_schedules import SCHEDULES, NoUpdateSchedule
@@ -18,7 +18,7 @@ CRITERIA = {
   "magnitude_gradient": criteria.MagnitudeGradient,
 }
 
-# Fields that hold an object, and the names these have in configuration.
+# Fields that hold an object -> the names of these objects in configuration.
 PARTS = {
   "drop": CRITERIA,
   "grow": CRITERIA,
@@ -30,21 +30,31 @@ PARTS = {
 
 
 def parse_sparsity_type(spec: Any) -> Any:
-  """Return the sparsity type a configuration asks for.
+  """Return the sparsity type that a string describes.
 
   Args:
-    spec: a type, `"2:4"`, `"nm_2,4"`, `"nm_2,4,-1"` (axis), `"4x4"`,
-      `"block_4,4"`, `"maxblock_4,4"`, `"channel_0"`, `"fan_in"`,
-      `"transposable_2,4"`, `"diagonal_4"`, `"strided_4"`, `"unstructured"`, a
-      name given to `register_sparsity_type` and its fields, a mapping from path
-      or glob to any of these, or a function.
+    spec: one of
+
+      - `"2:4"`, `"nm_2,4"`, `"nm_2,4,-1"` (with the axis): N:M,
+      - `"4x4"`, `"block_4,4"`, `"maxblock_4,4"`: blocks,
+      - `"channel_0"`, `"fan_in"`, `"transposable_2,4"`, `"diagonal_4"`,
+        `"strided_4"`, `"unstructured"`,
+      - a name given to `register_sparsity_type`, with the field values after
+        it,
+      - a mapping from path or glob to any of these,
+      - a `SparsityType`, or a function; they are returned unchanged.
 
   Returns:
-    The type; a mapping or a function stays one.
+    The type; for a mapping, a mapping to types.
+
+  Raises:
+    ValueError: the string describes no registered type.
 
   Example:
     >>> parse_sparsity_type("2:4")
     NByM(n=2, m=4, axis=-2)
+    >>> parse_sparsity_type({"*/kernel": "4x4"})
+    {'*/kernel': Block(block_shape=(4, 4), use_avg_pooling=True)}
   """
   if isinstance(spec, Mapping):
     return {key: parse_sparsity_type(value) for key, value in spec.items()}
@@ -63,7 +73,19 @@ def parse_sparsity_type(spec: Any) -> Any:
 
 
 def build_part(field: str, spec: Any) -> Any:
-  """Return the object that a name, or a mapping with one, stands for."""
+  """Return the object that a name, or a mapping with a name, describes.
+
+  Args:
+    field: `"drop"`, `"grow"` or `"redistribute"`.
+    spec: a name, a mapping `{"name": …, field: value}`, or the object itself.
+
+  Returns:
+    The object.
+
+  Example:
+    >>> build_part("grow", "gradient")
+    Gradient()
+  """
   if not isinstance(spec, str | Mapping):
     return spec
   options = {"name": spec} if isinstance(spec, str) else dict(spec)
@@ -71,20 +93,32 @@ def build_part(field: str, spec: Any) -> Any:
   cls = PARTS[field].get(name)
   if cls is None:
     raise ValueError(
-      f"{field}={spec!r} is unknown; {_leaves.nearest(name, PARTS[field])}"
+      f"{field}={spec!r} is unknown; {_tools.nearest(name, PARTS[field])}"
     )
   known = {f.name for f in dataclasses.fields(cls)}
   for option in options:
     if option not in known:
       raise ValueError(
         f"{field}={spec!r}: {name!r} has no {option!r}; "
-        f"{_leaves.nearest(option, known)}"
+        f"{_tools.nearest(option, known)}"
       )
   return cls(**options)
 
 
 def spell_part(field: str, part: Any) -> Any:
-  """Return the name of a part, with its fields where they differ."""
+  """Return the configuration of a part; the inverse of `build_part`.
+
+  Args:
+    field: `"drop"`, `"grow"` or `"redistribute"`.
+    part: the object.
+
+  Returns:
+    Its name; a mapping with its fields where one differs from its default.
+
+  Example:
+    >>> spell_part("grow", criteria.Gradient())
+    'gradient'
+  """
   names = {cls: name for name, cls in PARTS[field].items()}
   if type(part) not in names:
     return spell_value(field, part)
@@ -95,7 +129,7 @@ def spell_part(field: str, part: Any) -> Any:
 
 
 def spell_value(name: str, value: Any) -> Any:
-  """Return a value that JSON can hold, or raise."""
+  """Return a value that JSON can store, or raise."""
   if isinstance(value, bool | int | float | str):
     return value
   raise ValueError(
@@ -105,7 +139,7 @@ def spell_value(name: str, value: Any) -> Any:
 
 
 def spell_map(value: Mapping[Any, Any]) -> dict[str, Any]:
-  """Return a map with its paths as text."""
+  """Return a mapping whose keys, the paths, are strings."""
   return {
     _leaves.join(key) if isinstance(key, tuple) else key: entry
     for key, entry in value.items()
@@ -113,7 +147,7 @@ def spell_map(value: Mapping[Any, Any]) -> dict[str, Any]:
 
 
 def spell_type(kind: Any) -> Any:
-  """Return a sparsity type as `parse_sparsity_type` reads it."""
+  """Return the string that `parse_sparsity_type` reads back."""
   if isinstance(kind, Mapping):
     return {k: spell_type(v) for k, v in spell_map(kind).items()}
   if not isinstance(kind, sparsity_types.SparsityType):
@@ -122,7 +156,7 @@ def spell_type(kind: Any) -> Any:
 
 
 def spell_schedule(scheduler: Any) -> dict[str, Any]:
-  """Return the keys of a schedule."""
+  """Return the configuration keys of a schedule, with values."""
   if type(scheduler) is NoUpdateSchedule:
     return {}
   name = SCHEDULES.name_of(type(scheduler))
@@ -133,7 +167,7 @@ def spell_schedule(scheduler: Any) -> dict[str, Any]:
 
 
 def spell_distribution(fn: Any) -> dict[str, Any]:
-  """Return the keys of a distribution: its name and its arguments."""
+  """Return the configuration keys of a distribution, with values."""
   name = DISTRIBUTIONS.name_of(getattr(fn, "func", None))
   if name is None or fn.args:
     unknown = "sparsity_distribution_fn"

@@ -1,4 +1,4 @@
-"""Which distribution does a configuration mean?"""
+"""Build the distribution that a configuration describes."""
 
 import functools
 from collections.abc import Mapping
@@ -7,7 +7,7 @@ from typing import Any
 from jaxpruner import sparsity_distributions
 from jaxpruner.sparsity_distributions import table
 
-# Arguments of distributions that are checked before there are parameters.
+# Arguments of distributions that are checked before parameters are known.
 _CHECKS = {
   "filter_fn": sparsity_distributions.check_filter,
   "custom_sparsity_map": sparsity_distributions.check_map,
@@ -16,12 +16,19 @@ _CHECKS = {
 
 
 def keys() -> set[str]:
-  """Return the keys that some distribution reads."""
+  """Return the configuration keys that at least one distribution reads."""
   return {k for fn in table.DISTRIBUTIONS.values() for k in table.options(fn)}
 
 
 def knows_sparsity(sparsity_type: Any) -> bool:
-  """Tell whether some leaves need no sparsity, N:M says it all."""
+  """Return whether a type, or one in a mapping, implies its sparsity.
+
+  Args:
+    sparsity_type: a type, or a mapping to types.
+
+  Returns:
+    True for N:M, which needs no separate sparsity.
+  """
   kinds = sparsity_type
   kinds = kinds.values() if isinstance(kinds, Mapping) else [kinds]
   return any(hasattr(kind, "sparsity") for kind in kinds)
@@ -30,16 +37,20 @@ def knows_sparsity(sparsity_type: Any) -> bool:
 def build(
   config: Mapping[str, Any], sparsity_type: Any, fields: set[str]
 ) -> dict[str, Any]:
-  """Return the arguments of an updater that say how much each leaf gives.
+  """Return the arguments of an updater that set its distribution.
 
   Args:
     config: the configuration.
     sparsity_type: its sparsity type, which may imply the sparsity.
-    fields: the fields of the algorithm.
+    fields: the names of the algorithm's fields.
+
+  Returns:
+    `{"sparsity_distribution_fn": …}`, or an empty dict where the algorithm or
+    the type needs no distribution.
   """
   name = config.get("dist_type", "uniform")
   distribution = table.DISTRIBUTIONS.find(name)
-  if "sparsity" in fields:  # a global ranking distributes by itself
+  if "sparsity" in fields:  # a global ranking needs no distribution
     if "sparsity" not in config:
       raise ValueError(
         f"sparsity_config has no 'sparsity'; {config['algorithm']!r} needs the "
@@ -73,7 +84,7 @@ def build(
 def _options(
   config: Mapping[str, Any], name: str, distribution: Any
 ) -> dict[str, Any]:
-  """Return the distribution's arguments; refuse those of another one."""
+  """Return the arguments of a distribution; raise for those of others."""
   mine = [key for key in table.options(distribution) if key != "sparsity"]
   for other, fn in table.DISTRIBUTIONS.items():
     for key in table.options(fn):

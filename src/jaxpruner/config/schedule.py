@@ -1,14 +1,15 @@
-"""Which schedule does a configuration mean?
+"""Build the schedule that a configuration describes.
 
-One is named by `schedule`, or follows from the steps that are given and from
-the algorithm. The keys it needs and reads are its own to say: `needs` and
-`config_keys` of its class.
+The key `schedule` names it; without this key it follows from the given steps
+and from the algorithm. The schedule's class lists the keys that it needs
+(`needs`) and reads (`config_keys`).
 """
 
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from jaxpruner import _tools
 from jaxpruner.sparsity_schedules import (
   SCHEDULES,
   BaseSchedule,
@@ -16,7 +17,7 @@ from jaxpruner.sparsity_schedules import (
   OneShotSchedule,
 )
 
-# Key -> the least it may be. All schedules may be given these.
+# Key -> its smallest value. Every schedule accepts these keys.
 STEPS = {
   "update_freq": 1,
   "update_start_step": 0,
@@ -26,7 +27,7 @@ STEPS = {
 
 
 def keys() -> dict[str, str]:
-  """Return the keys that single schedules read, and whose they are."""
+  """Return the keys that only one schedule reads -> its name."""
   return {
     key: name
     for name, kind in SCHEDULES.items()
@@ -36,11 +37,18 @@ def keys() -> dict[str, str]:
 
 
 def build(cls: Any, config: Mapping[str, Any]) -> BaseSchedule:
-  """Return the schedule of an algorithm.
+  """Return the schedule that a configuration gives to an algorithm.
 
   Args:
     cls: the algorithm's class.
     config: its configuration.
+
+  Returns:
+    The schedule.
+
+  Raises:
+    ValueError: a key is missing, has a wrong value, or belongs to another
+      schedule.
   """
   _check_steps(config)
   config = {**_from_total_steps(cls, config), **config}
@@ -58,26 +66,21 @@ def build(cls: Any, config: Mapping[str, Any]) -> BaseSchedule:
 
 def _check_steps(config: Mapping[str, Any]) -> None:
   for key, least in STEPS.items():
-    value = config.get(key, least)
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-      raise ValueError(
-        f"sparsity_config: {key}={value!r} must be an integer of at least "
-        f"{least}"
-      )
+    _tools.check_int("sparsity_config", key, config.get(key, least), least)
 
 
 def _rewires(cls: Any) -> bool:
-  """Tell whether the masks change at a sparsity that does not."""
+  """Return whether masks change while the sparsity stays the same."""
   return cls.category.dynamic and cls.category.start == "sparse-to-sparse"
 
 
 def _from_total_steps(cls: Any, config: Mapping[str, Any]) -> dict[str, int]:
-  """Return steps that follow from the length of the training."""
+  """Return the steps that `total_steps` implies."""
   total = config.get("total_steps")
   if total is None:
     return {}
   end = config.get("update_end_step", total * 3 // 4)
-  # At least ten updates, however short the training.
+  # At least ten updates, also in a short training.
   every = cls.category.update_every or max(1, min(100, end // 10))
   freq = config.get("update_freq", every)
   start = min(freq, end) if _rewires(cls) else min(total // 4, end)
@@ -89,7 +92,7 @@ def _from_total_steps(cls: Any, config: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _implied(cls: Any, config: Mapping[str, Any]) -> str:
-  """Return the schedule that follows from the steps and the algorithm."""
+  """Return the name of the schedule for these steps and this algorithm."""
   start = config.get("update_start_step")
   if start is None:
     for key in ("update_end_step", "update_freq", "power"):
@@ -107,7 +110,7 @@ def _implied(cls: Any, config: Mapping[str, Any]) -> str:
 
 
 def _required(kind: Any) -> list[str]:
-  """Return the fields of a schedule that have no default."""
+  """Return the fields of a schedule without a default."""
   return [
     field.name
     for field in dataclasses.fields(kind)
@@ -119,8 +122,8 @@ def _required(kind: Any) -> list[str]:
 def _refuse_others(
   kind: Any, name: str, config: Mapping[str, Any], fields: set[str]
 ) -> None:
-  """Refuse keys that only another schedule would read."""
-  # These switch a ramp off: its keys may stay in the configuration.
+  """Raise for keys that only another schedule reads."""
+  # These two replace a ramp: its keys may stay in the configuration.
   if kind is OneShotSchedule or (
     kind is NoUpdateSchedule and "schedule" in config
   ):

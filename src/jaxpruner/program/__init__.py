@@ -1,8 +1,8 @@
-"""Read functions as programs: one tracer, one evaluator, one set of tables.
+"""Functions as programs: one tracer, one evaluator, one set of tables.
 
-`trace` turns a function into a `Program`, a flat list of operations; `run`
-evaluates it with a visitor that may replace any operation. What the operations
-are is told by the tables of `primitives`. See README.md in this folder.
+`trace` turns a function into a `Program`, a flat list of operations. `run`
+evaluates it with a visitor that may replace any operation. The tables in
+`primitives` classify the operations. See README.md in this folder.
 """
 
 from jaxpruner.program.errors import Unsupported, describe, unsupported

@@ -1,16 +1,20 @@
 # pyright: strict
-"""What users are told of a primitive that an analysis has no rule for."""
+"""Errors for primitives that an analysis has no rule for."""
 
 from jaxpruner.program import primitives
 from jaxpruner.program.tracing import Node
 
 
 class Unsupported(ValueError):
-  """An operation that an analysis can't treat, and can't leave alone.
+  """An analysis has no rule for an operation, and cannot leave it unchanged.
 
   Attributes:
-    primitive: its name.
-    path: the parameter it was about, or "".
+    primitive: the name of the operation.
+    path: the path of the parameter concerned, or "".
+
+  Example:
+    >>> Unsupported("count_flops: …", "my_kernel").primitive
+    'my_kernel'
   """
 
   def __init__(self, message: str, primitive: str, path: str = ""):
@@ -19,9 +23,13 @@ class Unsupported(ValueError):
 
 
 def describe(name: str) -> str:
-  """Return the name of a primitive, and whether no table knows it.
+  """Return the name of a primitive, with a note if no table lists it.
 
-  Reports use it to say which operation keeps a weight as it is.
+  Args:
+    name: the name of the primitive.
+
+  Returns:
+    A text for reports and errors.
 
   Example:
     >>> describe("sort"), describe("my_kernel")
@@ -35,14 +43,25 @@ def describe(name: str) -> str:
 def unsupported(
   task: str, node: Node, reason: str, cure: str, path: str = ""
 ) -> Unsupported:
-  """Return the error to raise where an operation can't be left alone.
+  """Return the error for an operation that an analysis has no rule for.
 
   Args:
     task: the public function that fails, such as "count_flops".
     node: the operation.
-    reason: why it can't be treated.
+    reason: why it cannot be analysed.
     cure: what the user can do instead.
-    path: the parameter concerned, if one is.
+    path: the path of the parameter concerned, or "".
+
+  Returns:
+    The exception, to be raised by the caller.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> from jaxpruner.program import trace
+    >>> node = trace(jnp.sort, jnp.ones(3)).nodes[0]
+    >>> error = unsupported("count_flops", node, "no rule", "leave it out")
+    >>> str(error).split(" at ")[0], str(error).split(": ")[-1]
+    ('count_flops: sort', 'no rule; leave it out')
   """
   about = f" of the parameter {path!r}" if path else ""
   message = (

@@ -1,5 +1,5 @@
 # pyright: strict
-"""The evaluator under the names and arguments it had before `run`."""
+"""The evaluator with its old name and arguments; new code calls `run`."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,7 +16,23 @@ def evaluate(
   args: Sequence[Any],
   visit: Callable[[Any, list[Any]], list[Any]] = bind,
 ) -> list[Any]:
-  """Return the results of an open jaxpr: `run` with `visit(eqn, values)`."""
+  """Return the results of an open jaxpr, with `visit(eqn, values)`.
+
+  Args:
+    jaxpr: the jaxpr without its constants.
+    constants: the values of its constants.
+    args: one value for each of its inputs.
+    visit: returns the results of an equation, by default those of `bind`.
+
+  Returns:
+    One value for each output.
+
+  Example:
+    >>> import jax, jax.numpy as jnp
+    >>> closed = jax.make_jaxpr(lambda x: x + 1)(1.0)
+    >>> float(evaluate(closed.jaxpr, closed.consts, [jnp.float32(2.0)])[0])
+    3.0
+  """
 
   def per_equation(node: Node, values: list[Any]) -> list[Any]:
     return visit(node.eqn, values)

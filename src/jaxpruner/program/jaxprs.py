@@ -1,10 +1,10 @@
 # pyright: strict
-"""What an equation of a jaxpr holds, in whatever form the release keeps it.
+"""The parts of a jaxpr's equations, for all supported releases of JAX.
 
 JAX 0.10 has open jaxprs and closed ones (a jaxpr and its constants); since
-0.12 every jaxpr carries its constants. JAX 0.10 counts the parts of a scan's
-operands in `num_consts` and `num_carry`, 0.12 in `ft_in`. The rest of the
-library reads jaxprs through this file alone.
+0.12 every jaxpr holds its constants. JAX 0.10 stores the number of a scan's
+constants and carries in `num_consts` and `num_carry`, 0.12 in `ft_in`. The rest
+of the library reads jaxprs through this file only.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ def opened(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
 
 
 def callee(eqn: Any) -> Any:
-  """Return the jaxpr that a call runs on its operands, else None."""
+  """Return the jaxpr that a call evaluates on its operands, else None."""
   parameter = primitives.CALLS.get(eqn.primitive.name)
   jaxpr = None if parameter is None else eqn.params.get(parameter)
   if jaxpr is None or len(opened(jaxpr)[0].invars) != len(eqn.invars):
@@ -31,7 +31,7 @@ def callee(eqn: Any) -> Any:
 
 
 def bodies(eqn: Any) -> list[Any]:
-  """Return all jaxprs an equation holds: branches, bodies, conditions."""
+  """Return all jaxprs inside an equation: branches, bodies, conditions."""
   found: list[Any] = []
   for key, value in eqn.params.items():
     several = type(value) in (tuple, list)
@@ -42,14 +42,25 @@ def bodies(eqn: Any) -> list[Any]:
 
 
 def bind_params(primitive: Any, params: dict[str, Any]) -> tuple[Any, Any]:
-  """Return what to bind before the operands, and the parameters to bind."""
+  """Return the functions to bind before the operands, and the parameters."""
   found: Any = primitive.get_bind_params(params)
   # JAX 0.10 returns functions to bind apart from the parameters.
   return ((), found) if hasattr(found, "keys") else found
 
 
 class Scan(NamedTuple):
-  """A scan: operands are constants, then the carry, then what is sliced."""
+  """The parts of a scan.
+
+  Its operands are the constants, then the carry, then the arrays to slice.
+
+  Attributes:
+    body: the jaxpr of one iteration.
+    constants: the number of constants.
+    carried: the number of arrays in the carry.
+    length: the number of iterations.
+    reverse: whether it starts from the end.
+    unroll: the parameter of `jax.lax.scan`.
+  """
 
   body: Any
   constants: int

@@ -1,10 +1,10 @@
 # pyright: strict, reportUnknownMemberType=false
-"""Which parameter a leaf of another tree belongs to.
+"""Find the parameter that a leaf of another tree belongs to.
 
-Optimizer states, averages and masks hold copies of the parameters' tree. A leaf
-of such a tree belongs to the parameter whose key path ends its own path; it
-speaks of that parameter weight by weight if it has its shape, perhaps behind
-one leading axis (a memory of several steps).
+Optimizer states, averages and masks contain trees like the parameters. A leaf
+belongs to the parameter whose key path is the end of its own path. It has one
+entry per weight if it has the parameter's shape, possibly with one more leading
+axis (a history of several steps).
 """
 
 from typing import Any, TypeAlias, cast
@@ -41,17 +41,24 @@ class Owners:
     self._index = {path: i for i, path in enumerate(self.paths)}
 
   def find(self, path: Path) -> int | None:
-    """Return the number of the parameter with the longest matching path."""
+    """Return the index of the parameter with the longest matching path."""
     suffixes = (path[start:] for start in range(len(path) + 1))
     return next((self._index[s] for s in suffixes if s in self._index), None)
 
 
 def per_weight(leaf: Any, shape: tuple[int, ...]) -> bool:
-  """Tell whether a leaf has an entry, or several, for each weight.
+  """Return whether a leaf has one or more entries for each weight.
 
   Args:
     leaf: an array, such as a moment of an optimizer.
     shape: the shape of the parameter it belongs to.
+
+  Returns:
+    True if the leaf has this shape, or this shape after one leading axis.
+
+  Example:
+    >>> per_weight(np.ones((5, 2, 3)), (2, 3)), per_weight(np.ones(3), (2, 3))
+    (True, False)
   """
   own = np.shape(leaf)
   return own == shape or own[1:] == shape

@@ -16,7 +16,17 @@ def bind(node: Any, values: Sequence[Any], **changed: Any) -> list[Any]:
   Args:
     node: a `Node`, or an equation of a jaxpr.
     values: its operands.
-    **changed: parameters to replace, such as sizes.
+    **changed: parameters of the primitive to replace, such as sizes.
+
+  Returns:
+    A list of results, also for operations with one result.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> from jaxpruner.program import trace
+    >>> node = trace(lambda x: -x, jnp.ones(2)).nodes[0]
+    >>> bind(node, [jnp.array([3.0, 4.0])])[0].tolist()
+    [-3.0, -4.0]
   """
   eqn = node.eqn if isinstance(node, Node) else node
   first, params = jaxprs.bind_params(eqn.primitive, {**eqn.params, **changed})
@@ -35,17 +45,22 @@ def run(
   visit: Visit = bind,
   constant: Callable[[Var], Any] = _value,
 ) -> list[Any]:
-  """Return the results of a program, operation by operation.
+  """Evaluate a program, operation by operation, and return its results.
 
-  Values are whatever the visitor makes of them: arrays, sparse weights, the
-  name of the parameter a value comes from. Calls and loops are operations like
-  others; a visitor enters them by `run(read(body), values, visit)`.
+  Values may be of any type that the visitor understands: arrays, sparse
+  weights, the name of the parameter that a value comes from. Calls and loops
+  are single operations; a visitor enters them with
+  `run(read(body), values, visit)`.
 
   Args:
-    program: a `Program`, or a jaxpr whose calls and scans are left as they are.
+    program: a `Program`, or a jaxpr; the calls and scans of a jaxpr stay single
+      operations.
     args: one value for each of its inputs.
-    visit: returns the results of an operation, by default `bind`'s.
-    constant: returns the value of a constant, by default its array.
+    visit: returns the results of an operation; by default those of `bind`.
+    constant: returns the value of a constant; by default its array.
+
+  Returns:
+    One value for each output.
 
   Example:
     >>> import jax.numpy as jnp
@@ -69,11 +84,21 @@ def run(
 
 
 def consists_of(node: Any, names: Collection[str]) -> bool:
-  """Tell whether an operation is among `names`, or a call made of such.
+  """Return whether an operation consists of the given primitives only.
 
   Args:
     node: a `Node`, or an equation of a jaxpr.
     names: names of primitives.
+
+  Returns:
+    True if its primitive is in `names`, or if it is a call in which all are.
+
+  Example:
+    >>> import jax, jax.numpy as jnp
+    >>> from jaxpruner.program import trace
+    >>> call = trace(jax.jit(jnp.sin), jnp.ones(2), open_calls=False).nodes[0]
+    >>> call.name, consists_of(call, {"sin"}), consists_of(call, {"cos"})
+    ('jit', True, False)
   """
   eqn = node.eqn if isinstance(node, Node) else node
   callee = jaxprs.callee(eqn)

@@ -1,9 +1,10 @@
 # pyright: strict, reportUnknownMemberType=false
 """A traced function as a flat list of operations on arrays.
 
-Calls that only wrap a function (`jit`, `checkpoint`, custom derivatives) are
-opened and scans of moderate length unrolled, so that an analysis sees plain
-operations, layer by layer. Other loops and branches stay single operations.
+Calls (`jit`, `checkpoint`, custom derivatives) are replaced by the operations
+inside them, and scans of up to `UNROLL` iterations are unrolled, so that an
+analysis sees plain operations, layer by layer. Other loops and branches stay
+single operations.
 """
 
 import dataclasses
@@ -17,13 +18,23 @@ import numpy as np
 
 from jaxpruner.program import jaxprs
 
-UNROLL = 128  # longer scans run over time rather than over layers
+UNROLL = 128  # longer scans usually run over time, not over layers
 _JAX = str(pathlib.Path(jax.__file__).parent)
 
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Var:
-  """An array of the program; constants carry their value."""
+  """An array of a program.
+
+  Attributes:
+    shape: its shape.
+    dtype: its dtype.
+    value: the value of a constant, else None.
+
+  Example:
+    >>> Var((2,), np.dtype("float32"), [1, 2]).array.tolist()
+    [1.0, 2.0]
+  """
 
   shape: tuple[int, ...]
   dtype: Any
@@ -37,7 +48,19 @@ class Var:
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Node:
-  """One operation: an equation of JAX on variables of this program."""
+  """One operation of a program.
+
+  Attributes:
+    eqn: the equation of the jaxpr.
+    inputs: the variables that it reads.
+    outputs: the variables that it computes.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> node = trace(lambda x: x.sum(), jnp.ones(3)).nodes[0]
+    >>> node.name, node.params["axes"], node.outputs[0].shape
+    ('reduce_sum', (0,), ())
+  """
 
   eqn: Any
   inputs: list[Var]
@@ -76,6 +99,12 @@ class Program:
     inputs: the variables of the flattened arguments.
     outputs: the variables of the flattened result.
     out_tree: the structure of the result; None for parts of a function.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> program = trace(lambda x: (jnp.sin(x), jnp.cos(x)), jnp.ones(3))
+    >>> [node.name for node in program.slice(program.outputs[1:]).nodes]
+    ['cos']
   """
 
   nodes: list[Node]
@@ -106,7 +135,7 @@ class Program:
     return {v: node for node in self.nodes for v in node.outputs}
 
   def signature(self) -> list[Any]:
-    """Return what two programs share exactly if they compute the same."""
+    """Return a description that is equal for programs that compute the same."""
     number: dict[Var, Any] = {v: i for i, v in enumerate(self.inputs)}
 
     def spell(v: Var) -> Any:
@@ -126,7 +155,7 @@ class Program:
 
 
 def _plain(value: Any) -> Any:
-  """Spell NumPy's integers like Python's."""
+  """Return NumPy integers as Python integers."""
   if type(value) in (tuple, list):
     return tuple(_plain(v) for v in value)
   is_numpy = isinstance(value, np.integer)
@@ -143,10 +172,10 @@ def trace(
 
   Args:
     fn: any function that JAX can trace.
-    *args: arrays, or `jax.ShapeDtypeStruct`s; trees of them.
-    open_calls: whether the operations inside `jit`, `checkpoint` and functions
-      with custom derivatives take the place of the call.
-    unroll: scans up to this length are written out, step by step; 0 keeps all.
+    *args: trees of arrays or of `jax.ShapeDtypeStruct`.
+    open_calls: whether to replace calls (`jit`, `checkpoint`, custom
+      derivatives) by the operations inside them.
+    unroll: the length up to which scans are unrolled; 0 unrolls none.
 
   Returns:
     The program; its inputs are the leaves of `args`.
@@ -175,9 +204,17 @@ def read(
 
   Args:
     jaxpr: a jaxpr, with or without constants.
-    constants: values to use in place of the constants it has.
+    constants: values that replace its constants.
     open_calls: as in `trace`.
     unroll: as in `trace`.
+
+  Returns:
+    The program, without `out_tree`.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> [node.name for node in read(jax.make_jaxpr(jnp.sin)(1.0)).nodes]
+    ['sin']
   """
   reader = _Reader(open_calls, unroll, [])
   inputs = [_var(v.aval) for v in jaxprs.opened(jaxpr)[0].invars]
@@ -230,12 +267,12 @@ class _Reader:
     return outputs
 
   def _call(self, fn: Callable[..., Any], args: Sequence[Var]) -> Var:
-    """Append the operations of a function of ours, of one result."""
+    """Append the operations of a Python function with one result."""
     shapes = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in args]
     return self.inline(jax.make_jaxpr(fn)(*shapes), list(args))[0]
 
   def _unrolled(self, scan: jaxprs.Scan, inputs: list[Var]) -> list[Var]:
-    """Write a scan out, one step after the other."""
+    """Append the operations of all iterations of a scan."""
     start = scan.constants + scan.carried
     constants, xs = inputs[: scan.constants], inputs[start:]
     carry = inputs[scan.constants : start]

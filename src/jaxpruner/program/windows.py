@@ -1,5 +1,5 @@
 # pyright: strict, reportUnknownMemberType=false
-"""The windows of a convolution, laid out as rows of a matrix."""
+"""The windows of a convolution as the rows of a matrix."""
 
 from __future__ import annotations
 
@@ -22,15 +22,22 @@ def pads(
   lhs_dilation: Sequence[int],
   rhs_dilation: Sequence[int],
 ) -> list[tuple[int, int]]:
-  """Return the padding of each spatial axis in numbers.
+  """Return the padding of each spatial axis as numbers.
 
   Args:
-    padding: "SAME", "VALID", or pairs of numbers already.
+    padding: "SAME", "VALID", or pairs of numbers.
     sizes: the lengths of the input's spatial axes.
-    window: the lengths of the kernel's.
-    strides: steps of the window.
-    lhs_dilation: factor by which the input is spread.
-    rhs_dilation: factor by which the window is spread.
+    window: the lengths of the kernel's spatial axes.
+    strides: the strides of the window.
+    lhs_dilation: the dilation of the input.
+    rhs_dilation: the dilation of the kernel.
+
+  Returns:
+    Low and high padding of each spatial axis.
+
+  Example:
+    >>> pads("SAME", [4], [3], [1], [1], [1])
+    [(1, 1)]
   """
   if not isinstance(padding, str):
     return [(int(low), int(high)) for low, high in padding]
@@ -49,19 +56,22 @@ def rows(
   lhs_dilation: Sequence[int],
   rhs_dilation: Sequence[int],
 ) -> Shaped[Array, "batch *space taps channels"]:
-  """Return what each position of a kernel's window sees, at every output.
+  """Return the inputs in the kernel's window, for every output position.
 
-  A convolution is a product of these rows, `taps` and `channels` folded into
-  one axis, with the kernel folded alike.
+  A convolution is the product of these rows and the kernel, after `taps` and
+  `channels` are reshaped into one axis on both sides.
 
   Args:
     x: the input of the convolution.
     spec: its batch axis, channel axis and spatial axes (`lhs_spec` of JAX).
     window: the lengths of the kernel's spatial axes.
-    strides: steps of the window.
+    strides: the strides of the window.
     padding: low and high padding of each spatial axis; may be negative.
-    lhs_dilation: factor by which the input is spread.
-    rhs_dilation: factor by which the window is spread.
+    lhs_dilation: the dilation of the input.
+    rhs_dilation: the dilation of the kernel.
+
+  Returns:
+    The windows; a tap is one position inside the kernel's window.
 
   Example:
     >>> x = jnp.arange(4.0).reshape(1, 4, 1)  # batch, position, channel

@@ -1,15 +1,15 @@
-"""Sparsity distributions: how much does each leaf give?
+"""Sparsity distributions: which sparsity does each leaf get?
 
 A distribution is a function `(params, …) -> tree of float or None`: the
-sparsity of each leaf, `None` where it stays dense. Those here return sparsities
-whose exact counts add up to the request, whatever the order of the leaves.
+sparsity of each leaf, `None` where it stays dense. The kept weights of all
+leaves add up exactly to the requested total, in any order of the leaves.
 
-uniform, erk            know shapes only
-lamp, owl, sensitivity  look at weights, or at a loss: call them outside `jit`
-fixed                   what one of these has decided
-filters                 which leaves may be pruned
-budget                  exact totals, the tool that distributions share
-table                   names in configuration
+uniform, erk            read shapes only
+lamp, owl, sensitivity  read weights or a loss: call them outside `jit`
+fixed                   returns a tree that was computed before
+filters                 which leaves are prunable
+budget                  exact totals, used by all distributions
+table                   the table of names that configuration uses
 """
 
 from jaxpruner.sparsity_distributions import allocation

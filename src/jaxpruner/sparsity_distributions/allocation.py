@@ -1,8 +1,8 @@
-"""Allocation: distributions that look at the weights, or at a loss.
+"""Allocation: distributions that read the weights, or a loss.
 
-Like the distributions they return a tree of sparsities whose counts add up to
-the request exactly. Unlike them they read values: call them once, outside
-`jit`, and hand the result to a pruner with `fixed`.
+Like all distributions they return a tree of sparsities with an exact total. But
+they read the values of arrays: call them once, outside `jit`, and pass the
+result to a pruner with `fixed`.
 
 >>> import functools, jax.numpy as jnp, jaxpruner
 >>> params = {"a": {"kernel": jnp.eye(4)}, "b": {"kernel": jnp.ones((4, 4))}}

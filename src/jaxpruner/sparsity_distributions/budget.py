@@ -1,4 +1,4 @@
-"""A budget of kept weights, spent on leaves exactly to the weight."""
+"""A budget of kept weights, divided among leaves with an exact total."""
 
 import fractions
 import math
@@ -24,7 +24,20 @@ SparsityMap: TypeAlias = Mapping[Any, float | None]
 
 
 def check_map(custom_sparsity_map: Any) -> None:
-  """Raise if a custom map is neither a mapping nor `None`."""
+  """Raise if a custom map is neither a mapping nor `None`.
+
+  Args:
+    custom_sparsity_map: path or glob -> sparsity, or None.
+
+  Raises:
+    ValueError: the argument is something else.
+
+  Example:
+    >>> check_map({"*/embed/*": None, "head/kernel": 0.5})
+    >>> check_map(0.5)
+    Traceback (most recent call last):
+    ValueError: custom_sparsity_map=0.5 must map paths or globs to sparsities
+  """
   custom = custom_sparsity_map
   if custom is not None and not isinstance(custom, Mapping):
     raise ValueError(
@@ -33,23 +46,23 @@ def check_map(custom_sparsity_map: Any) -> None:
 
 
 class Budget:
-  """How many weights the leaves of a request keep together.
+  """The number of weights that all prunable leaves keep together.
 
-  A distribution of your own asks it for the free leaves, decides on a density
-  for each, and lets `fill` round the densities so that the counts add up.
+  A new distribution reads the free leaves from it, computes a density for each,
+  and calls `fill`, which rounds the densities so that the total is exact.
 
   Args:
     params: tree of parameters (or of their shapes).
     filter_fn: `(names, param) -> bool`, the leaves to prune.
-    custom_sparsity_map: exact path or glob to the sparsity of these leaves,
+    custom_sparsity_map: exact path or glob -> the sparsity of these leaves,
       `None` to keep them dense; they do not count towards the total.
 
   Attributes:
     leaves: `(names, leaf)` of every leaf.
-    free: the indices of the leaves to decide on.
-    fixed: index -> the sparsity that `custom_sparsity_map` says.
-    sizes: index -> weights, of the free leaves.
-    size: weights of all free leaves.
+    free: the indices of the prunable leaves without a fixed sparsity.
+    fixed: index -> the sparsity from `custom_sparsity_map`.
+    sizes: index -> the number of weights, for the free leaves.
+    size: the number of weights in all free leaves.
 
   Example:
     >>> import fractions, jax.numpy as jnp
@@ -99,11 +112,13 @@ class Budget:
   def fill(
     self, sparsity: float, densities: Mapping[int, fractions.Fraction]
   ) -> PyTree:
-    """Round densities to counts by largest remainder; return sparsities.
+    """Round densities to counts with an exact total; return sparsities.
+
+    The largest remainders are rounded up.
 
     Args:
-      sparsity: fraction removed of all free leaves together.
-      densities: index of a free leaf -> the fraction of it to keep.
+      sparsity: the fraction removed from all free leaves together.
+      densities: index of a free leaf -> the fraction to keep.
 
     Returns:
       The tree of sparsities, `None` where a leaf stays dense.
@@ -111,7 +126,7 @@ class Budget:
     total = round(self.size * (1 - fractions.Fraction(sparsity)))
     quotas = {i: densities[i] * self.sizes[i] for i in self.free}
     counts = {i: max(1, math.floor(q)) for i, q in quotas.items()}
-    # Remainders first, then paths: a rule that does not depend on leaf order.
+    # Order by remainder, then by path: independent of the order of leaves.
     order = sorted(
       self.free, key=lambda i: (counts[i] - quotas[i], self.leaves[i][0])
     )
@@ -124,7 +139,7 @@ class Budget:
         if 1 <= counts[i] + sign <= self.sizes[i]
       ][: abs(missing)]
       if not movable:
-        break  # every leaf keeps its one weight: the least there can be
+        break  # every leaf keeps one weight: fewer are not possible
       for i in movable:
         counts[i] += sign
       missing -= sign * len(movable)
@@ -145,7 +160,7 @@ class Budget:
 def _fixed(
   leaves: list[tuple[_leaves.Names, Any]], custom: SparsityMap
 ) -> dict[int, float | None]:
-  """Return the sparsities that a custom map fixes, by index of the leaf."""
+  """Return leaf index -> sparsity, for the leaves that a map names."""
   names = [name for name, _ in leaves]
   if not custom or not names:
     return {}
@@ -166,7 +181,7 @@ def _describe(leaf: Any) -> str:
 
 
 def values(budget: Budget, name: str) -> dict[int, np.ndarray]:
-  """Return the weights of the free leaves as float64, or refuse tracers."""
+  """Return the weights of the free leaves as float64; raise for tracers."""
   for i in budget.free:
     if isinstance(budget.leaves[i][1], jax.core.Tracer):
       raise ValueError(

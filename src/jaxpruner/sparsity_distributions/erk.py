@@ -1,4 +1,4 @@
-"""ERK: small leaves keep more."""
+"""ERK: small leaves keep a larger fraction."""
 
 import fractions
 import math
@@ -18,20 +18,28 @@ def erk(
   custom_sparsity_map: SparsityMap | None = None,
   erk_power_scale: float = 1.0,
 ) -> PyTree:
-  """Keep more of small leaves: Erdős–Rényi-Kernel (Evci et al., 2020).
+  """Keep a larger fraction of small leaves (Erdős–Rényi kernel).
 
-  The density of a leaf is proportional to `(sum(shape)/prod(shape))^scale`,
-  capped at 1; what a capped leaf cannot give, the others do.
+  The density of a leaf is proportional to `(sum(shape)/prod(shape))^scale`. A
+  density above 1 is set to 1, and the other leaves share the rest of the budget
+  (Evci et al., "Rigging the Lottery", 2020, after Mocanu et al., 2018).
 
   Args:
     params: tree of parameters (or of their shapes).
-    sparsity: fraction removed of all leaves together, `0 <= sparsity < 1`.
+    sparsity: the fraction removed from all leaves together, at least 0 and
+      below 1.
     filter_fn: `(names, param) -> bool`, the leaves to prune.
     custom_sparsity_map: as in `uniform`.
-    erk_power_scale: below 1 is closer to uniform; 0 is uniform.
+    erk_power_scale: the exponent; 1 is ERK, 0 is uniform.
 
   Returns:
-    A tree of floats and `None`.
+    A tree like `params` with sparsities, `None` for dense leaves.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> params = {"large": jnp.ones((8, 8)), "small": jnp.ones((4, 4))}
+    >>> erk(params, 0.75)
+    {'large': 0.796875, 'small': 0.5625}
   """
   sparsity = check_sparsity(sparsity)
   check_power_scale(erk_power_scale)
@@ -60,7 +68,20 @@ def erk(
 
 
 def check_power_scale(erk_power_scale: Any) -> None:
-  """Raise if ERK's exponent is no number of at least 0."""
+  """Raise if the exponent of `erk` is not a finite number of at least 0.
+
+  Args:
+    erk_power_scale: the exponent.
+
+  Raises:
+    ValueError: names the value and the rule.
+
+  Example:
+    >>> check_power_scale(0.5)
+    >>> check_power_scale(-1)
+    Traceback (most recent call last):
+    ValueError: erk: erk_power_scale=-1 must be a number of at least 0
+  """
   if (
     isinstance(erk_power_scale, bool)
     or not isinstance(erk_power_scale, int | float)

@@ -1,4 +1,4 @@
-"""Fixed: sparsities decided on before, by whatever means."""
+"""Fixed: a tree of sparsities that was computed before."""
 
 from typing import Any, TypeAlias
 
@@ -8,6 +8,23 @@ PyTree: TypeAlias = Any
 
 
 def fixed(params: PyTree, sparsities: PyTree) -> PyTree:
-  """Give every leaf the sparsity decided on before."""
+  """Return a tree of sparsities that was computed before.
+
+  Args:
+    params: tree of parameters.
+    sparsities: a tree like `params` with sparsities, `None` for dense leaves.
+
+  Returns:
+    `sparsities`.
+
+  Raises:
+    ValueError: the two trees differ in structure.
+
+  Example:
+    >>> import functools, jax.numpy as jnp
+    >>> plan = functools.partial(fixed, sparsities={"w": 0.5, "b": None})
+    >>> plan({"w": jnp.ones((2, 2)), "b": jnp.ones(2)})
+    {'w': 0.5, 'b': None}
+  """
   _leaves.align(params, sparsities, "sparsities")  # raises where they differ
   return sparsities

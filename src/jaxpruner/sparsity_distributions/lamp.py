@@ -1,4 +1,4 @@
-"""LAMP: leaves give what a global ranking of normalised squares takes."""
+"""LAMP: densities from a global ranking of normalised squared weights."""
 
 import fractions
 from typing import Any, TypeAlias
@@ -16,9 +16,20 @@ PyTree: TypeAlias = Any
 
 
 def lamp_scores(weights: jax.Array) -> jax.Array:
-  """Return `w²` over the sum of all squares not smaller (Lee et al., 2021).
+  """Return LAMP scores: `w²` over the sum of the squares at least as large.
 
-  Among equals the later index counts as the larger.
+  Among equal weights the later index counts as the larger one (Lee et al.,
+  "Layer-Adaptive Sparsity for the Magnitude-based Pruning", 2021).
+
+  Args:
+    weights: one leaf.
+
+  Returns:
+    float32 scores of the same shape; the largest weight has score 1.
+
+  Example:
+    >>> lamp_scores(jnp.array([1.0, 2.0])).tolist()
+    [0.20000000298023224, 1.0]
   """
   squares = jnp.square(weights.astype(jnp.float32)).reshape(-1)
   order = jnp.argsort(squares, stable=True)
@@ -34,10 +45,24 @@ def lamp(
   filter_fn: FilterFn = default_filter,
   custom_sparsity_map: Any = None,
 ) -> PyTree:
-  """Give each leaf what a global ranking by LAMP scores would (Lee et al.).
+  """Give each leaf the density that a global ranking by LAMP scores gives it.
 
-  The score of a weight is the share it has of its leaf's squares when all
-  smaller weights are gone: no leaf is ever emptied.
+  The largest weight of every leaf has the highest possible score, so no leaf
+  loses all its weights (Lee et al., "Layer-Adaptive Sparsity for the
+  Magnitude-based Pruning", 2021).
+
+  Args:
+    params: the weights; values are read, so call it outside `jit`.
+    sparsity: the fraction removed from all leaves together.
+    filter_fn: `(names, param) -> bool`, the leaves to prune.
+    custom_sparsity_map: as in `uniform`.
+
+  Returns:
+    A tree like `params` with sparsities, `None` for dense leaves.
+
+  Example:
+    >>> lamp({"in": jnp.eye(4), "out": jnp.ones((4, 4))}, 0.5)
+    {'in': 0.75, 'out': 0.25}
   """
   sparsity = check_sparsity(sparsity)
   budget = Budget(params, filter_fn, custom_sparsity_map)

@@ -1,4 +1,4 @@
-"""OWL: leaves, or whole layers, with more outliers keep more."""
+"""OWL: leaves or layers with more outliers keep a larger fraction."""
 
 import fractions
 import re
@@ -15,13 +15,25 @@ from jaxpruner.sparsity_types import check_sparsity
 PyTree: TypeAlias = Any
 
 
-# What the paper found best for language models.
-THRESHOLD = 5.0  # times the mean of the scores: an outlier
-LIMIT = 0.08  # half of what densities span
+# The best values for language models in the paper.
+THRESHOLD = 5.0  # an outlier is above this many times the mean score
+LIMIT = 0.08  # half the range of the densities
 
 
 def outlier_ratio(scores: Any, threshold: float) -> float:
-  """Return the share of scores above `threshold` times their mean."""
+  """Return the fraction of scores above `threshold` times their mean.
+
+  Args:
+    scores: an array of scores; absolute values are used.
+    threshold: how many times the mean an outlier exceeds.
+
+  Returns:
+    The fraction, between 0 and 1.
+
+  Example:
+    >>> outlier_ratio([1, 1, 1, 9], threshold=2.0)
+    0.25
+  """
   scores = np.abs(np.asarray(scores, np.float64))
   return float(np.mean(scores > threshold * scores.mean()))
 
@@ -29,9 +41,24 @@ def outlier_ratio(scores: Any, threshold: float) -> float:
 def owl_densities(
   ratios: Sequence[float], sizes: Sequence[int], sparsity: float, limit: float
 ) -> list[fractions.Fraction]:
-  """Return densities affine in outlier ratios that average to the request.
+  """Return densities that grow linearly with the outlier ratios.
 
-  They span `2 * limit`, or as much less as keeps all of them within 0 and 1.
+  Their average, weighted by size, is exactly `1 - sparsity`. They cover a range
+  of `2 * limit`, or less where a density would leave the interval from 0 to 1.
+
+  Args:
+    ratios: the outlier ratio of each leaf.
+    sizes: the number of weights of each leaf.
+    sparsity: the fraction removed from all leaves together.
+    limit: half the range of the densities.
+
+  Returns:
+    One exact fraction per leaf.
+
+  Example:
+    >>> densities = owl_densities([0.25, 0.75], [4, 4], 0.5, limit=0.25)
+    >>> [float(d) for d in densities]
+    [0.25, 0.75]
   """
   density = 1 - fractions.Fraction(sparsity)
   exact = [fractions.Fraction(r) for r in ratios]
@@ -54,19 +81,28 @@ def owl(
   limit: float = LIMIT,
   filter_fn: FilterFn = default_filter,
 ) -> PyTree:
-  """Keep more of leaves with more outliers (Yin et al., 2023).
+  """Keep a larger fraction of leaves with more outliers.
 
-  The outlier ratio of a leaf is the share of scores above `threshold` times
-  their mean. Densities are affine in the ratios and span `2 * limit`.
+  The outlier ratio of a leaf is the fraction of its scores above `threshold`
+  times their mean. Densities grow linearly with it (Yin et al., "Outlier
+  Weighed Layerwise Sparsity", 2023).
 
   Args:
-    params: the weights.
-    sparsity: fraction removed of all leaves together.
+    params: the weights; values are read, so call it outside `jit`.
+    sparsity: the fraction removed from all leaves together.
     scores: a tree like `params`, such as |w| times activation norms; |w| by
       default.
-    threshold: how many times the mean makes an outlier.
-    limit: half of what the densities span.
+    threshold: how many times the mean an outlier exceeds.
+    limit: half the range of the densities.
     filter_fn: `(names, param) -> bool`, the leaves to prune.
+
+  Returns:
+    A tree like `params` with sparsities, `None` for dense leaves.
+
+  Example:
+    >>> params = {"even": np.ones((4, 4)), "spiky": 9 * np.eye(4) + 1}
+    >>> owl(params, 0.5, threshold=2.0, limit=0.25)
+    {'even': 0.75, 'spiky': 0.25}
   """
   sparsity = check_sparsity(sparsity)
   budget = Budget(params, filter_fn, None)
@@ -86,17 +122,26 @@ def owl_by_layer(
   outliers: Mapping[str, Sequence[tuple[int, float]]],
   custom_sparsity_map: SparsityMap | None = None,
 ) -> dict[str, float | None]:
-  """Keep more of layers with more outliers; a layer's weights share a density.
+  """Keep a larger fraction of layers with more outliers.
+
+  All weights of a layer get the same density; the total is exact (Yin et al.,
+  "Outlier Weighed Layerwise Sparsity", 2023).
 
   Args:
     shapes: path -> weight (or its shape); all are pruned.
-    sparsity: fraction removed of all of them together.
+    sparsity: the fraction removed from all of them together.
     outliers: path -> `(number of scores, outlier ratio)` of each of its parts,
       for the paths that `custom_sparsity_map` does not fix.
-    custom_sparsity_map: exact path or glob to the sparsity of these weights.
+    custom_sparsity_map: exact path or glob -> the sparsity of these weights.
 
   Returns:
-    path -> sparsity; the total is exact (Yin et al., "OWL", 2024).
+    path -> sparsity.
+
+  Example:
+    >>> owl_by_layer(
+    ...   {"layer0/w": np.ones((4, 4)), "layer1/w": np.ones((4, 4))}, 0.5,
+    ...   {"layer0/w": [(16, 0.0)], "layer1/w": [(16, 0.1)]})
+    {'layer0/w': 0.5625, 'layer1/w': 0.4375}
   """
   budget = Budget(shapes, lambda *_: True, custom_sparsity_map)
   names = {i: _leaves.join(budget.leaves[i][0]) for i in budget.free}
@@ -113,7 +158,7 @@ def owl_by_layer(
 
 
 def layer_of(name: str) -> str:
-  """Return the layer a weight belongs to: its path up to the first number.
+  """Return the layer of a weight: its path up to the first number.
 
   >>> layer_of("layers/3/attention/q"), layer_of("head/kernel")
   ('layers/3', 'head/kernel')

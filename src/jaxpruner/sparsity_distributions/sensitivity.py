@@ -1,4 +1,4 @@
-"""Sensitivity: take where a calibration loss suffers least."""
+"""Sensitivity: remove weights where a calibration loss rises least."""
 
 import fractions
 from collections.abc import Callable, Sequence
@@ -22,19 +22,29 @@ def sensitivity(
   levels: Sequence[float] = (0.25, 0.5, 0.75, 0.9, 0.95),
   filter_fn: FilterFn = default_filter,
 ) -> PyTree:
-  """Take from the leaves whose pruning costs the calibration loss least.
+  """Remove more weights from leaves whose pruning raises the loss least.
 
-  Each leaf alone is pruned by |w| to each level, and down to one weight; the
-  convex curves below the measured losses are then descended together,
-  cheapest weight first.
+  Each leaf alone is pruned by |w| to every level, and down to one weight, and
+  the loss is measured. A convex curve is fitted below the losses of each leaf.
+  Weights are then removed where the slope of these curves is smallest, until
+  the total is reached.
 
   Args:
-    params: the weights.
-    sparsity: fraction removed of all leaves together.
+    params: the weights; values are read, so call it outside `jit`.
+    sparsity: the fraction removed from all leaves together.
     loss_fn: `params -> scalar` on calibration data; called once per leaf and
       level.
-    levels: sparsities to measure at, ascending.
+    levels: the sparsities to measure at, ascending.
     filter_fn: `(names, param) -> bool`, the leaves to prune.
+
+  Returns:
+    A tree like `params` with sparsities, `None` for dense leaves.
+
+  Example:
+    >>> params = {"used": jnp.ones((2, 2)), "unused": jnp.ones((2, 2))}
+    >>> loss_fn = lambda p: -p["used"].sum()
+    >>> sensitivity(params, 0.375, loss_fn)
+    {'unused': 0.75, 'used': 0.0}
   """
   sparsity = check_sparsity(sparsity)
   budget = Budget(params, filter_fn, None)
@@ -72,7 +82,7 @@ def sensitivity(
 
 
 def _hull(curve: list[tuple[int, float]]) -> list[tuple[float, int]]:
-  """Return the slopes and lengths of the convex curve below some points."""
+  """Return slopes and lengths of the lower convex hull of some points."""
   hull: list[tuple[int, float]] = []
   for x, y in curve:
     while len(hull) > 1 and (

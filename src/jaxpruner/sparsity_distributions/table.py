@@ -1,4 +1,4 @@
-"""Distributions by name: the open table behind `dist_type`."""
+"""The table of distributions that `dist_type` names."""
 
 import inspect
 from collections.abc import Callable
@@ -18,7 +18,7 @@ DISTRIBUTIONS: _registry.Registry[Callable[..., Any]] = _registry.Registry(
 
 
 def options(distribution: Callable[..., Any]) -> tuple[str, ...]:
-  """Return the arguments of a distribution that configuration may give."""
+  """Return the arguments of a distribution that configuration may set."""
   first, *rest = inspect.signature(distribution).parameters
   del first
   return tuple(rest)
@@ -27,11 +27,11 @@ def options(distribution: Callable[..., Any]) -> tuple[str, ...]:
 def register_distribution(name: str) -> Callable[[F], F]:
   """Give a distribution a name in configuration: a function decorator.
 
-  `dist_type="name"` then stands for it. Its further arguments are keys of the
-  configuration; arguments without a default must be given there.
+  Afterwards `dist_type="name"` selects the distribution. Its further arguments
+  are keys of the configuration; those without a default are required there.
 
   Args:
-    name: the name; a taken one is refused.
+    name: the name; a name that is taken is refused.
 
   Returns:
     A function that registers `(params, sparsity, …) -> tree of float or None`

@@ -1,4 +1,4 @@
-"""Uniform: every leaf gives the same fraction."""
+"""Uniform: the same sparsity for every leaf."""
 
 import fractions
 from typing import Any, TypeAlias
@@ -20,14 +20,21 @@ def uniform(
 
   Args:
     params: tree of parameters (or of their shapes).
-    sparsity: fraction removed, `0 <= sparsity < 1`.
+    sparsity: the fraction removed, `0 <= sparsity < 1`.
     filter_fn: `(names, param) -> bool`, the leaves to prune.
-    custom_sparsity_map: exact path or glob to the sparsity of these leaves,
+    custom_sparsity_map: exact path or glob -> the sparsity of these leaves,
       `None` to keep them dense; they do not count towards the total.
 
   Returns:
-    A tree of floats and `None`. Where the rounded counts of the leaves do not
-    add up to the rounded total, single leaves differ by one weight.
+    A tree like `params` with sparsities, `None` for dense leaves. Where the
+    rounded counts do not add up to the rounded total, single leaves differ by
+    one weight.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> params = {"kernel": jnp.ones((4, 4)), "bias": jnp.ones(4)}
+    >>> uniform(params, 0.75)
+    {'bias': None, 'kernel': 0.75}
   """
   sparsity = check_sparsity(sparsity)
   budget = Budget(params, filter_fn, custom_sparsity_map)

@@ -1,12 +1,12 @@
-"""Sparsity types: what shapes may a mask take?
+"""Sparsity types: which masks are allowed?
 
 base             the interface, and the unstructured type
 grouped          n of every m weights, constant fan-in
 pooled           blocks, channels
 transposable     n of m along both axes
 block_diagonal   whole diagonals of blocks
-masks            the masks of many leaves at once
-_spec            names in configuration: the open table of types
+masks            the masks of many leaves, selected together
+_spec            the table of names that configuration uses
 """
 
 from jaxpruner.sparsity_types.base import (

@@ -27,7 +27,7 @@ _FIELDS = re.compile(rf"{_NUMBER}(?:,{_NUMBER})*")
 
 
 def registered_name(cls: type) -> str:
-  """Return the name a type is registered under, or raise."""
+  """Return the name that a class is registered under, or raise."""
   name = TYPES.name_of(cls)
   if name is None:
     raise ValueError(
@@ -38,7 +38,7 @@ def registered_name(cls: type) -> str:
 
 
 def write(name: str, kind: Any) -> str:
-  """Return a name with the values of all fields behind it."""
+  """Return the name followed by all field values: `nm_2,4,-2`."""
   values = [getattr(kind, field.name) for field in dataclasses.fields(kind)]
   if not values:
     return name
@@ -46,7 +46,7 @@ def write(name: str, kind: Any) -> str:
 
 
 def read(cls: Any, name: str, spec: str) -> Any:
-  """Return the type whose name and fields are written so, or None."""
+  """Return the type that `name_value,value` describes, or None."""
   if spec == name:
     values = []
   elif spec.startswith(f"{name}_") and _FIELDS.fullmatch(spec[len(name) + 1 :]):
@@ -66,7 +66,7 @@ def read(cls: Any, name: str, spec: str) -> Any:
 
 
 def parse(spec: str) -> Any:
-  """Return the registered type that a text stands for, or None."""
+  """Return the registered type that a string describes, or None."""
   for cls in TYPES.values():
     found = cls.from_spec(spec)
     if found is not None:
@@ -75,7 +75,7 @@ def parse(spec: str) -> Any:
 
 
 def spell(kind: Any) -> str:
-  """Return the text that `parse` turns into an equal type, or raise."""
+  """Return the string that `parse` turns into an equal type, or raise."""
   registered_name(type(kind))
   spec = kind.spec()
   if parse(spec) != kind:

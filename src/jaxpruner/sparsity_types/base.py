@@ -1,9 +1,9 @@
-"""Sparsity types: what shapes may a mask take?
+"""Sparsity types: which masks are allowed?
 
-A type sees a leaf as an array of *units*: single weights, blocks, or channels.
-`pool` turns scores of weights into scores of units, the engine chooses units,
-`expand` turns the choice back into a mask of the leaf's shape. `SparsityType`
-says what a type of your own must define.
+A type divides a leaf into *units*: single weights, blocks, or channels. `pool`
+turns scores of weights into scores of units, the engine selects units, and
+`expand` turns the selected units into a mask of the leaf's shape. The docstring
+of `SparsityType` lists the methods that a new type defines.
 """
 
 import dataclasses
@@ -22,14 +22,6 @@ Shape: TypeAlias = tuple[int, ...]
 Kind = TypeVar("Kind", bound="type[SparsityType]")
 
 
-def check_positive(owner: Any, argument: str, value: Any) -> None:
-  if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-    raise ValueError(
-      f"{type(owner).__name__}: {argument}={value!r} must be an integer of at "
-      "least 1"
-    )
-
-
 def check_axis(owner: Any, axis: Any) -> None:
   if isinstance(axis, bool) or not isinstance(axis, int):
     raise ValueError(
@@ -46,7 +38,26 @@ def check_has_axis(owner: Any, shape: Shape, axis: int, name: str) -> None:
 
 
 def check_sparsity(sparsity: Any, argument: str = "sparsity") -> float:
-  """Return a sparsity as a float, or raise."""
+  """Return a sparsity as a float, or raise.
+
+  Args:
+    sparsity: the fraction of weights removed, `0 <= sparsity < 1`.
+    argument: the name of the argument, for the error message.
+
+  Returns:
+    The sparsity as a Python float.
+
+  Raises:
+    ValueError: the value is not a number, or lies outside the range.
+
+  Example:
+    >>> check_sparsity(0.8)
+    0.8
+    >>> check_sparsity(80)
+    Traceback (most recent call last):
+    ValueError: sparsity=80: the fraction of weights removed must satisfy \
+0 <= sparsity < 1, such as 0.8
+  """
   try:
     value = float(sparsity)
   except (TypeError, ValueError):
@@ -60,10 +71,23 @@ def check_sparsity(sparsity: Any, argument: str = "sparsity") -> float:
 
 
 def pairwise_sum(x: Array, axis: int) -> Array:
-  """Sum along an axis by halving it, in an order no compiler changes.
+  """Sum along an axis by adding its two halves until one entry is left.
 
-  A plain reduction rounds differently when fused or sharded differently, and
-  then two nearly equal units could swap places between 1 and 8 devices.
+  What XLA does: the order of additions in a reduction depends on fusion and
+  sharding, so the rounding does too. What this does: it fixes the order. What
+  it saves: two units with nearly equal sums keep their rank on 1 and on 8
+  devices. It can go when XLA offers reductions with a fixed order.
+
+  Args:
+    x: the array.
+    axis: the axis to remove.
+
+  Returns:
+    The sums, an array without that axis.
+
+  Example:
+    >>> pairwise_sum(jnp.array([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]), 1).tolist()
+    [6.0, 15.0]
   """
   size = x.shape[axis]
   width = 1 << max(size - 1, 0).bit_length()
@@ -81,22 +105,28 @@ def pairwise_sum(x: Array, axis: int) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class SparsityType:
-  """Base of all types; as it is, any weight may go.
+  """Base class of all sparsity types; by itself it is unstructured.
 
-  A type of your own is a frozen dataclass that inherits from this class.
+  A new type is a frozen dataclass that inherits from this class and defines
+  one of these three sets of methods:
 
-  - For masks it defines either `mask(scores, sparsity)`, which decides alone,
-    or `pool`, `expand` and `units`: scores of units, the mask of the chosen
-    units, how many units a leaf has. With the latter three it also works in
-    algorithms that drop and grow (SET, RigL) and shares the one search of all
-    leaves.
-  - A type that ranks within groups defines `choose(scores, ones)`, with
-    `units` (per group), `groups` and, if the groups round, `kept`.
-  - `check` refuses shapes that cannot take the structure.
-  - A property `sparsity` is for a structure with only one sparsity, as N:M.
-  - `on_matrix` lets pruning after training use it.
-  - `spec` and `from_spec` are its name in configuration. The inherited ones
-    write the fields behind the name given to `register_sparsity_type`.
+  - `pool`, `expand` and `units`: the scores of the units, the mask of the
+    selected units, and the number of units in a leaf. Such a type works in
+    every algorithm, also in those that drop and grow weights (SET, RigL), and
+    its leaves are searched together with all others.
+  - `choose(scores, ones)`, `units` and `groups`: the mask with `ones` kept
+    units in each group, the number of units per group, and the number of
+    groups. A type whose groups round their counts also defines `kept`.
+  - `mask(scores, sparsity)`: the mask itself, for types that need no search.
+
+  Further methods are optional:
+
+  - `check` raises for shapes that cannot have the structure.
+  - A property `sparsity` is for structures with a single sparsity, such as
+    N:M.
+  - `on_matrix` makes the type usable in pruning after training.
+  - `spec` and `from_spec` write and read its name in configuration. The
+    inherited ones write the field values after the registered name.
 
   Example:
     >>> import dataclasses, jax.numpy as jnp
@@ -111,7 +141,16 @@ class SparsityType:
   """
 
   def check(self, shape: Shape, sparsity: Any, name: str = "scores") -> None:
-    """Raise if a leaf of this shape cannot take this structure."""
+    """Raise if a leaf of this shape cannot have this structure.
+
+    Args:
+      shape: the shape of the leaf.
+      sparsity: the requested sparsity; not checked if it is traced.
+      name: the path of the leaf, for the error message.
+
+    Raises:
+      ValueError: names the leaf, its shape and the rule.
+    """
     if not isinstance(sparsity, jax.Array | mask_calculator.AtStep):
       check_sparsity(sparsity, f"{name}: sparsity")
     if math.prod(shape) == 0:
@@ -121,35 +160,55 @@ class SparsityType:
       )
 
   def pool(self, scores: Array) -> Array:
-    """Return one score per unit."""
+    """Return the scores of the units, given the scores of the weights."""
     return scores
 
   def expand(self, units: Array, shape: Shape) -> Array:
-    """Return the mask of a leaf whose units are chosen."""
+    """Return the mask of a leaf, given its selected units.
+
+    Args:
+      units: an array like the result of `pool`, 1 where a unit is kept.
+      shape: the shape of the leaf.
+
+    Returns:
+      An array of this shape, 1 where a weight is kept.
+    """
     del shape
     return units
 
   def units(self, shape: Shape) -> int:
-    """Return among how many units of a leaf the choice is made."""
+    """Return the number of units in a leaf, or in each of its groups."""
     return math.prod(shape)
 
   def groups(self, shape: Shape) -> int:
-    """Return how many such choices a leaf holds: one, unless grouped."""
+    """Return the number of groups in a leaf; 1 if units are not grouped."""
     del shape
     return 1
 
   def ones(self, shape: Shape, sparsity: Any) -> Any:
-    """Return how many of these units are kept."""
+    """Return the number of kept units in a leaf, or in each of its groups."""
     return mask_calculator.num_ones(self.units(shape), sparsity)
 
   def kept(self, shape: Shape, sparsity: float) -> int:
-    """Return how many weights of a leaf are kept (edge blocks on average)."""
+    """Return the number of kept weights in a leaf.
+
+    Smaller units at the edge of a leaf count with the average size.
+    """
     return round(
       self.ones(shape, sparsity) * math.prod(shape) / self.units(shape)
     )
 
   def mask(self, scores: Array, sparsity: Any) -> Array:
-    """Keep the highest scores at this sparsity; ties: the lower index."""
+    """Keep the units with the highest scores.
+
+    Args:
+      scores: one score per weight.
+      sparsity: the fraction of weights to remove.
+
+    Returns:
+      The uint8 mask, 1 where a weight is kept. Among equal scores the lower
+      index is kept first.
+    """
     scores = jnp.asarray(scores)
     self.check(scores.shape, sparsity)
     from jaxpruner.sparsity_types import masks
@@ -169,23 +228,23 @@ class SparsityType:
     """Return the type that a name in configuration stands for.
 
     Args:
-      spec: what the user wrote, without spaces.
+      spec: the string from the configuration, without spaces.
 
     Returns:
-      None if it is not a name of this class.
+      The type, or None if the string does not describe this class.
     """
     return _spec.read(cls, _spec.registered_name(cls), spec)
 
   def on_matrix(self, axes: tuple[int, int] | None) -> "SparsityType | None":
-    """Return this structure for a leaf seen as an (inputs, outputs) matrix.
+    """Return this type for a leaf that is read as an (inputs, outputs) matrix.
 
     Args:
-      axes: the axes of the leaf that its inputs and outputs lie on: (-2, -1)
-        for an in × out kernel, (-1, -2) for out × in; None where they are
-        not the last two.
+      axes: the input axis and the output axis of the leaf: (-2, -1) for an
+        in × out kernel, (-1, -2) for out × in; None where they are not the
+        last two.
 
     Returns:
-      None if the structure cannot be told on that matrix: pruning after
+      The type to use on the matrix, or None if there is none: pruning after
       training then refuses the type.
     """
     del axes
@@ -193,13 +252,18 @@ class SparsityType:
 
   @property
   def inputs_together(self) -> int:
-    """How many neighbouring inputs of a matrix belong to one unit or group."""
+    """The number of neighbouring inputs in one unit or group of a matrix."""
     return 1
 
 
 @dataclasses.dataclass(frozen=True)
 class Unstructured(SparsityType):
-  """Any weight may go."""
+  """Keep or remove every weight on its own.
+
+  Example:
+    >>> Unstructured().mask(jnp.array([3.0, 1.0, 2.0, 4.0]), 0.5).tolist()
+    [1, 0, 0, 1]
+  """
 
   def on_matrix(self, axes: tuple[int, int] | None) -> SparsityType:
     del axes
@@ -209,11 +273,11 @@ class Unstructured(SparsityType):
 def register_sparsity_type(name: str) -> Callable[[Kind], Kind]:
   """Give a sparsity type a name in configuration: a class decorator.
 
-  `sparsity_type="name"`, or `"name_2,4"` with values for the fields, then
-  stands for it, and `config_from_updater` writes it so.
+  Afterwards `sparsity_type="name"` selects the type, `"name_2,4"` also sets
+  its fields, and `config_from_updater` writes this string.
 
   Args:
-    name: the name; one that already means something is refused.
+    name: the name; a name that is taken is refused.
 
   Returns:
     A function that registers a subclass of `SparsityType` and returns it.

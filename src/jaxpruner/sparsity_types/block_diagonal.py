@@ -1,4 +1,4 @@
-"""Block-diagonal masks, and their strided twins."""
+"""Fixed masks: block diagonals, plain and strided."""
 
 import dataclasses
 import re
@@ -8,33 +8,36 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpruner import mask_calculator
+from jaxpruner import _tools, mask_calculator
 from jaxpruner.sparsity_types import base
 
 
 @dataclasses.dataclass(frozen=True)
 class BlockDiagonal(base.SparsityType):
-  """Keep a fixed pattern: `blocks` blocks along the diagonal, or strided.
+  """Keep the blocks along the diagonal; scores are not used.
 
-  Scores have no say. A strided layer connects the indices that are equal modulo
-  `blocks`: a block diagonal between two permutations. A block-diagonal and a
-  strided layer in turn connect every input with every output, the product that
-  Monarch matrices are made of (Dao et al., 2022).
+  A strided layer connects the indices that are equal modulo `blocks`: a block
+  diagonal between two permutations. A block-diagonal layer followed by a
+  strided one connects every input with every output. This product is a Monarch
+  matrix (Dao et al., "Monarch", 2022).
 
   Attributes:
-    blocks: how many; `1 - 1/blocks` of the weights are removed.
-    strided: connect by residue instead of by block.
+    blocks: the number of blocks; `1 - 1/blocks` of the weights are removed.
+    strided: whether to connect indices that are equal modulo `blocks`,
+      instead of those in the same block.
+
+  Example:
+    >>> BlockDiagonal(2).mask(jnp.ones((2, 4)), 0.5).tolist()
+    [[1, 1, 0, 0], [0, 0, 1, 1]]
+    >>> BlockDiagonal(2, strided=True).mask(jnp.ones((2, 4)), 0.5).tolist()
+    [[1, 0, 1, 0], [0, 1, 0, 1]]
   """
 
   blocks: int
   strided: bool = False
 
   def __post_init__(self):
-    if type(self.blocks) is not int or self.blocks < 1:
-      raise ValueError(
-        f"BlockDiagonal: blocks={self.blocks!r} must be an integer of at "
-        "least 1"
-      )
+    _tools.check_int("BlockDiagonal", "blocks", self.blocks)
 
   def spec(self) -> str:
     """Return `diagonal_4`, or `strided_4`."""
@@ -48,7 +51,7 @@ class BlockDiagonal(base.SparsityType):
 
   @property
   def sparsity(self) -> float:
-    """The one sparsity this structure has: 1 - 1/blocks."""
+    """The sparsity of this structure, 1 - 1/blocks."""
     return 1 - 1 / self.blocks
 
   def check(self, shape: Any, sparsity: Any, name: str = "scores") -> None:
@@ -61,7 +64,7 @@ class BlockDiagonal(base.SparsityType):
       )
 
   def mask(self, scores: jax.Array, sparsity: Any) -> jax.Array:
-    """Keep the pattern, from the moment that the sparsity is not 0."""
+    """Keep the pattern; keep everything while the sparsity is 0."""
     scores = jnp.asarray(scores)
     self.check(scores.shape, 0.0)
     rows, columns = (

@@ -1,4 +1,4 @@
-"""Types that keep equally many weights in every group: N:M, constant fan-in."""
+"""Types that keep the same number of weights per group: N:M, fan-in."""
 
 import dataclasses
 import math
@@ -7,14 +7,13 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxpruner import mask_calculator
+from jaxpruner import _tools, mask_calculator
 from jaxpruner.sparsity_types.base import (
   Array,
   Shape,
   SparsityType,
   check_axis,
   check_has_axis,
-  check_positive,
 )
 
 
@@ -22,10 +21,21 @@ from jaxpruner.sparsity_types.base import (
 class NByM(SparsityType):
   """Keep `n` of every `m` consecutive weights along `axis`.
 
-  `n` counts the **kept** weights. The default axis is the one a Flax or Haiku
-  kernel (in × out) contracts over, which is what sparse hardware needs; for
-  layouts such as Equinox's (out × in) say `axis=-1`. While a schedule ramps,
-  groups keep `m`, `m-1`, … down to `n`.
+  While a schedule raises the sparsity, each group keeps `m`, `m-1`, … and
+  finally `n` weights. Sparse hardware needs groups along the axis that a matrix
+  product sums over (Mishra et al., "Accelerating Sparse Deep Neural Networks",
+  2021).
+
+  Attributes:
+    n: the number of **kept** weights per group.
+    m: the size of a group.
+    axis: the axis that groups lie along. The default is the input axis of a
+      Flax or Haiku kernel (in × out); use -1 for out × in, as in Equinox.
+
+  Example:
+    >>> scores = jnp.array([[3.0], [1.0], [2.0], [4.0]])
+    >>> NByM(2, 4).mask(scores, 0.5).ravel().tolist()
+    [1, 0, 0, 1]
   """
 
   n: int
@@ -33,8 +43,8 @@ class NByM(SparsityType):
   axis: int = -2
 
   def __post_init__(self):
-    check_positive(self, "n", self.n)
-    check_positive(self, "m", self.m)
+    _tools.check_int(type(self).__name__, "n", self.n)
+    _tools.check_int(type(self).__name__, "m", self.m)
     check_axis(self, self.axis)
     if self.n > self.m:
       raise ValueError(
@@ -47,16 +57,12 @@ class NByM(SparsityType):
 
   @property
   def sparsity(self) -> float:
-    """The one sparsity this structure has: 1 - n/m."""
+    """The sparsity of this structure, 1 - n/m."""
     return 1 - self.n / self.m
 
   def check(self, shape: Shape, sparsity: Any, name: str = "scores") -> None:
     super().check(shape, sparsity, name)
-    if not -len(shape) <= self.axis < len(shape):
-      raise ValueError(
-        f"{name}: shape {shape} has no axis {self.axis}; pass NByM(axis=…), or "
-        "leave it out with filter_fn"
-      )
+    check_has_axis(self, shape, self.axis, name)
     size = shape[self.axis]
     if size % self.m:
       raise ValueError(
@@ -72,13 +78,13 @@ class NByM(SparsityType):
 
   @classmethod
   def from_spec(cls, spec: str) -> SparsityType | None:
-    """Read `nm_2,4` and `nm_2,4,-1`; of this class itself also `2:4`."""
+    """Read `nm_2,4` and `nm_2,4,-1`; only `NByM` itself also reads `2:4`."""
     if cls is NByM and (short := re.fullmatch(r"(\d+):(\d+)", spec)):
       return cls(int(short[1]), int(short[2]))
     return super().from_spec(spec)
 
   def on_matrix(self, axes: tuple[int, int] | None) -> SparsityType | None:
-    # Hardware wants the groups along the inputs, whatever the layout.
+    # Hardware needs groups along the inputs, in every layout.
     del axes
     return NByM(self.n, self.m, axis=-2) if type(self) is NByM else None
 
@@ -94,11 +100,11 @@ class NByM(SparsityType):
     return math.prod(shape) // self.m
 
   def choose(self, scores: Array, ones: Any) -> Array:
-    """Return the mask with this many ones in every group."""
+    """Return the mask that keeps `ones` weights in every group."""
     return mask_calculator.n_by_m_mask(scores, ones, self.m, self.axis)
 
   def ones(self, shape: Shape, sparsity: Any) -> Any:
-    """Return how many weights of each group are kept."""
+    """Return the number of kept weights per group, at least `n`."""
     kept = super().ones(shape, sparsity)
     if isinstance(kept, int):
       return max(kept, self.n)
@@ -107,10 +113,19 @@ class NByM(SparsityType):
 
 @dataclasses.dataclass(frozen=True)
 class ConstantFanIn(SparsityType):
-  """Keep equally many weights of every neuron (Lasby et al., 2023).
+  """Keep the same number of input weights for every neuron.
 
-  A neuron is an index of `axis`, the output axis of a Flax or Haiku kernel by
-  default; all other axes are its inputs.
+  Introduced with SRigL (Lasby et al., "Dynamic Sparse Training with Structured
+  Sparsity", 2023).
+
+  Attributes:
+    axis: the axis that numbers the neurons; all other axes are their inputs.
+      The default is the output axis of a Flax or Haiku kernel.
+
+  Example:
+    >>> scores = jnp.array([[1.0, 5.0], [2.0, 6.0], [3.0, 7.0], [4.0, 8.0]])
+    >>> ConstantFanIn().mask(scores, 0.5).tolist()
+    [[0, 0], [0, 0], [1, 1], [1, 1]]
   """
 
   axis: int = -1
@@ -132,7 +147,7 @@ class ConstantFanIn(SparsityType):
     return self.ones(shape, sparsity) * self.groups(shape)
 
   def choose(self, scores: Array, ones: Any) -> Array:
-    """Return the mask with this many ones in every neuron."""
+    """Return the mask that keeps `ones` weights of every neuron."""
     moved = jnp.moveaxis(scores, self.axis, 0)
     rows = mask_calculator.rank(moved.reshape(moved.shape[0], -1)) < ones
     mask = rows.reshape(moved.shape).astype(mask_calculator.MASK_DTYPE)

@@ -1,4 +1,4 @@
-"""Types whose unit is a block or a channel: whole units are kept or removed."""
+"""Types that keep or remove whole units: blocks and channels."""
 
 import dataclasses
 import math
@@ -24,8 +24,20 @@ from jaxpruner.sparsity_types.base import (
 class Block(SparsityType):
   """Keep or remove whole blocks of the last two dimensions.
 
-  Edge blocks are smaller where the shape does not divide. Leading dimensions
-  (stacked layers, convolution windows) hold separate blocks.
+  Blocks at the edge are smaller where the block shape does not divide the
+  leaf's. Leading dimensions (stacked layers, convolution windows) have blocks
+  of their own. GPU kernels for blocks: Gray et al., "GPU Kernels for
+  Block-Sparse Weights", 2017.
+
+  Attributes:
+    block_shape: rows and columns of a block.
+    use_avg_pooling: whether the score of a block is the mean of its scores;
+      otherwise it is the maximum.
+
+  Example:
+    >>> scores = jnp.array([[1.0, 2.0, 8.0, 9.0], [3.0, 4.0, 7.0, 6.0]])
+    >>> Block((2, 2)).mask(scores, 0.5).tolist()
+    [[0, 0, 1, 1], [0, 0, 1, 1]]
   """
 
   block_shape: tuple[int, int] = (4, 4)
@@ -49,14 +61,14 @@ class Block(SparsityType):
       )
 
   def spec(self) -> str:
-    """Return `block_4,4`, or `maxblock_4,4` without average pooling."""
+    """Return `block_4,4`, or `maxblock_4,4` if blocks score by maximum."""
     height, width = self.block_shape
     prefix = "" if self.use_avg_pooling else "max"
     return f"{prefix}{_spec.registered_name(type(self))}_{height},{width}"
 
   @classmethod
   def from_spec(cls, spec: str) -> SparsityType | None:
-    """Read `block_4,4`, `maxblock_4,4`; of this class itself also `4x4`."""
+    """Read `block_4,4`, `maxblock_4,4`; only `Block` itself also `4x4`."""
     name = re.escape(_spec.registered_name(cls))
     found = re.fullmatch(rf"(max)?{name}_(\d+),(\d+)", spec)
     if not found and cls is Block:
@@ -127,7 +139,19 @@ class Block(SparsityType):
 
 @dataclasses.dataclass(frozen=True)
 class Channel(SparsityType):
-  """Keep or remove whole slices along `axis`, by their mean score."""
+  """Keep or remove whole slices along an axis, by their mean score.
+
+  A removed filter or neuron makes the dense network smaller (Li et al.,
+  "Pruning Filters for Efficient ConvNets", 2017); see `sparse.shrink`.
+
+  Attributes:
+    axis: the axis that numbers the channels.
+
+  Example:
+    >>> scores = jnp.array([[1.0, 5.0], [2.0, 6.0]])
+    >>> Channel().mask(scores, 0.5).tolist()
+    [[0, 1], [0, 1]]
+  """
 
   axis: int = -1
 
@@ -136,7 +160,7 @@ class Channel(SparsityType):
 
   @classmethod
   def from_spec(cls, spec: str) -> SparsityType | None:
-    """Read `channel_0`; the axis must be said."""
+    """Read `channel_0`; the axis is required."""
     if cls is Channel and spec == _spec.registered_name(cls):
       return None
     return super().from_spec(spec)

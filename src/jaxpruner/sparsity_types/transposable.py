@@ -1,4 +1,4 @@
-"""N:M masks that hold for a matrix and for its transpose."""
+"""N:M masks that are valid for a matrix and for its transpose."""
 
 import dataclasses
 import functools
@@ -12,7 +12,7 @@ import numpy as np
 from jaxpruner import mask_calculator
 from jaxpruner.sparsity_types import base, grouped
 
-# Up to here all blocks are enumerated: 139 of 4 × 4.
+# Up to this m all valid blocks are enumerated: 139 for m = 4.
 _ENUMERATED = 4
 
 
@@ -21,10 +21,20 @@ class TransposableNByM(grouped.NByM):
   """Keep `n` in every row and every column of each `m` × `m` block.
 
   The backward pass multiplies by the transpose, which N:M hardware accelerates
-  only if the groups hold along both axes (Hubara et al., 2021). The blocks are
-  those of the last two dimensions. Up to `m=4` the mask keeps the most there
-  is; beyond, it starts from the best diagonals and swaps pairs of weights while
-  that raises the sum.
+  only if the mask is N:M along both axes (Hubara et al., "Accelerated Sparse
+  Neural Training", 2021). Blocks lie in the last two dimensions. Up to `m=4`
+  the mask keeps the largest possible sum of scores. For larger `m` it starts
+  from the best diagonals and swaps pairs of weights while the sum grows.
+
+  Attributes:
+    n: the number of kept weights in every row and column of a block.
+    m: the number of rows and columns of a block.
+    axis: not used; present because `NByM` has it.
+
+  Example:
+    >>> scores = jnp.array([[4.0, 3.0], [2.0, 5.0]])
+    >>> TransposableNByM(1, 2).mask(scores, 0.5).tolist()
+    [[1, 0], [0, 1]]
   """
 
   def check(self, shape: Any, sparsity: Any, name: str = "scores") -> None:
@@ -36,7 +46,7 @@ class TransposableNByM(grouped.NByM):
     return None if axes is None else self
 
   def choose(self, scores: jax.Array, ones: Any) -> jax.Array:
-    """Return the mask with this many ones in every row and column."""
+    """Return the mask that keeps `ones` weights in every row and column."""
     m = self.m
     *lead, rows, columns = scores.shape
     blocks = scores.reshape(-1, rows // m, m, columns // m, m)
@@ -50,7 +60,8 @@ class TransposableNByM(grouped.NByM):
 
 
 def _finite(blocks: jax.Array) -> jax.Array:
-  # Infinite scores mark what must stay: larger than any sum of the others.
+  # Infinite scores mark weights that must stay: replace them by a number
+  # larger than any sum of the others.
   finite = jnp.where(jnp.isfinite(blocks), blocks, 0)
   large = 4 * blocks.shape[-1] ** 2 * jnp.max(jnp.abs(finite)) + 1
   return jnp.where(jnp.isinf(blocks), jnp.sign(blocks) * large, finite)
@@ -92,7 +103,8 @@ def _swapped(blocks: jax.Array, ones: Any) -> jax.Array:
   start = rank[:, diagonal] < ones
 
   def gains(mask):
-    # Trade (i, a), (j, b) for (i, b), (j, a), where that keeps the counts.
+    # The gain of replacing (i, a), (j, b) by (i, b), (j, a): the counts per
+    # row and column stay the same.
     inside = jnp.where(mask, -blocks, -jnp.inf)
     outside = jnp.where(mask, -jnp.inf, blocks)
     return (
@@ -107,7 +119,8 @@ def _swapped(blocks: jax.Array, ones: Any) -> jax.Array:
     gain = gains(mask)
     best = jnp.argmax(gain, axis=1)
     i, j, a, b = jnp.unravel_index(best, (m, m, m, m))
-    # A tolerance: a swap that only rounds upwards would be undone for ever.
+    # A tolerance: a swap whose gain is only rounding would be undone, and
+    # the loop would not end.
     better = jnp.max(gain, axis=1) > 1e-6 * jnp.max(jnp.abs(blocks), (1, 2))
     index = jnp.arange(len(mask))
     for row, column, kept in ((i, a, 0), (j, b, 0), (i, b, 1), (j, a, 1)):

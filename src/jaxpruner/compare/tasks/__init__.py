@@ -1,14 +1,15 @@
-"""The tasks of a comparison, one file each, found by name.
+"""The tasks of a comparison, one file each, and the table of their names.
 
-A new task is a frozen dataclass that has `load, init, apply, loss, batches,
-evaluate` (see `base.Task`) under `@register_task("name")`, in any module that
-`--import` names; or a file here and one line in `TASKS`.
+A new task is a frozen dataclass that defines `load, init, apply, loss, batches,
+evaluate` (see `base.Task`). It is registered with `@register_task("name")` in
+any module that `--import` names. The library's own are listed in `TASKS`.
 """
 
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+from jaxpruner import _tools
 from jaxpruner.api import Registry
 from jaxpruner.compare.tasks.base import Classification as Classification
 from jaxpruner.compare.tasks.base import Task as Task
@@ -38,11 +39,11 @@ TASKS: Registry[type[Task]] = Registry(
 def register_task(name: str) -> Callable[[T], T]:
   """Give a comparison task a name: a class decorator.
 
-  `jaxpruner compare --import your_module --task name` then compares on it; the
-  module must be importable, since cells run in processes of their own.
+  Afterwards `jaxpruner compare --import your_module --task name` trains on the
+  task. The module must be importable, because cells run in other processes.
 
   Args:
-    name: the name; a taken one is refused.
+    name: the name; a name that is taken is refused.
 
   Returns:
     A function that registers a subclass of `Task` and returns it.
@@ -71,12 +72,36 @@ def register_task(name: str) -> Callable[[T], T]:
 
 
 def task_class(name: str) -> type[Task]:
-  """Return the task's class; an unknown name raises with the nearest one."""
+  """Return the class of a task.
+
+  Args:
+    name: the registered name of the task.
+
+  Returns:
+    The subclass of `Task`.
+
+  Raises:
+    ValueError: the name is unknown; the message shows the nearest one.
+
+  Example:
+    >>> task_class("digits").__name__
+    'Digits'
+  """
   return TASKS.find(name)
 
 
 def make_task(name: str, options: Mapping[str, Any] | None = None) -> Task:
-  """Return the task with its fields (steps, width, ...) overridden.
+  """Return a task, with some of its fields replaced.
+
+  Args:
+    name: the registered name of the task.
+    options: field -> value, such as `steps` or `width`.
+
+  Returns:
+    The task.
+
+  Raises:
+    ValueError: the task or one of the fields is unknown.
 
   Example:
     >>> make_task("digits", {"steps": 10}).steps
@@ -88,7 +113,7 @@ def make_task(name: str, options: Mapping[str, Any] | None = None) -> Task:
   for option in options:
     if option not in fields:
       raise ValueError(
-        f"task {name!r} has no option {option!r}; it has "
-        f"{', '.join(sorted(fields))}"
+        f"task {name!r} has no option {option!r}; "
+        f"{_tools.nearest(option, fields)}"
       )
   return cls(**options)

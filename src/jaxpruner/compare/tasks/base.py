@@ -1,4 +1,4 @@
-"""What a task is: data, a network, a loss, batches and a metric."""
+"""Base classes of tasks: data, a network, a loss, batches and a metric."""
 
 import copy
 import dataclasses
@@ -15,18 +15,34 @@ PyTree = Any
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-  """Base of all tasks: pure functions around a few numbers.
+  """Base class of all tasks: pure functions with a few numbers as fields.
 
-  Every function is traced: `data` is what `load` returned, `key` is the
-  seed's own key, and nothing may depend on the pruning algorithm. That is
-  what makes two algorithms with one seed see the same initial weights and
-  the same batches.
+  All methods but `load` are traced. `data` is the result of `load`, and `key`
+  is the random key of the seed. Nothing may depend on the pruning algorithm, so
+  that all algorithms with one seed get the same initial weights and the same
+  batches.
 
   Attributes:
-    width: the size that the small dense baseline shrinks.
-    steps: optimizer steps (rounds, for federated tasks).
-    batch_size: examples per step.
+    width: the size that the small dense baseline reduces.
+    steps: the number of optimizer steps (rounds, for federated tasks).
+    batch_size: the number of examples per step.
     learning_rate: the peak of the optimizer's schedule.
+
+  Example:
+    >>> @dataclasses.dataclass(frozen=True)
+    ... class Line(Task):
+    ...   metric = "error"
+    ...   def load(self, folder=None): return {"x": jnp.ones((8, 2))}
+    ...   def init(self, key): return {"w": jax.random.normal(key, (2, 1))}
+    ...   def apply(self, params, inputs): return inputs @ params["w"]
+    ...   def loss(self, params, batch, key):
+    ...     return jnp.mean((self.apply(params, batch) - 1) ** 2)
+    ...   def batches(self, data, key, step): return data["x"]
+    ...   def evaluate(self, params, data):
+    ...     return {"error": self.loss(params, data["x"], None)}
+    >>> task = Line(steps=10)
+    >>> task.evaluate({"w": jnp.full((2, 1), 0.5)}, task.load())["error"].item()
+    0.0
   """
 
   width: int = 64
@@ -43,13 +59,13 @@ class Task:
   width_multiple: ClassVar[int] = 1
   # Keyword arguments for every updater: which leaves stay dense, and so on.
   pruning: ClassVar[dict[str, Any]] = {}
-  # Whether a half-trained cell can be stored: not if its environment lives
+  # Whether a cell can be stored during training: not if its environment runs
   # outside JAX, as an emulator does.
   resumable: ClassVar[bool] = True
-  # "vmap" turns seeds into one bigger product; "map" runs them in turn inside
-  # the program, for environments that cannot be batched; "auto" maps on CPU,
-  # where the activations of all seeds together outgrow the cache, and else
-  # vmaps.
+  # "vmap" trains all seeds at the same time, in larger products; "map" trains
+  # one seed after another inside the program, for environments that cannot be
+  # batched; "auto" is "map" on a CPU, where the activations of all seeds
+  # together do not fit into the cache, and "vmap" elsewhere.
   batching: ClassVar[str] = "vmap"
 
   @property
@@ -59,7 +75,7 @@ class Task:
     return self.batching == "map" or (self.batching == "auto" and on_cpu)
 
   def load(self, folder: str | None = None) -> PyTree:
-    """Return the data as arrays; `folder` overrides where it is looked for."""
+    """Return the data as arrays, from `folder` or from the default place."""
     raise NotImplementedError
 
   def init(self, key: jax.Array) -> PyTree:
@@ -67,7 +83,7 @@ class Task:
     raise NotImplementedError
 
   def apply(self, params: PyTree, inputs: jax.Array) -> jax.Array:
-    """Run the network: what FLOPs and latency are measured on."""
+    """Return the network's outputs; FLOPs and latency are measured on it."""
     raise NotImplementedError
 
   def example(self, data: PyTree) -> jax.Array:
@@ -75,7 +91,7 @@ class Task:
     return data["test_x"][: self.batch_size]
 
   def loss(self, params: PyTree, batch: PyTree, key: jax.Array) -> jax.Array:
-    """Return the scalar to minimise."""
+    """Return the loss of a batch, a scalar."""
     raise NotImplementedError
 
   def with_temperature(self, temperature: float) -> "Task":
@@ -86,24 +102,24 @@ class Task:
     return task
 
   def batches(self, data: PyTree, key: jax.Array, step: jax.Array) -> PyTree:
-    """Return the batch of this step: a function of seed and step alone."""
+    """Return the batch of a step; it depends on the seed and the step only."""
     raise NotImplementedError
 
   def evaluate(self, params: PyTree, data: PyTree) -> dict[str, jax.Array]:
-    """Return the metric under its name, and any further numbers."""
+    """Return name -> value: the metric, and any further numbers."""
     raise NotImplementedError
 
   def optimizer(self) -> optax.GradientTransformation:
-    """Return the optimizer every algorithm is wrapped around."""
+    """Return the optimizer that every algorithm wraps."""
     warmup = max(1, self.steps // 20)
     schedule = optax.warmup_cosine_decay_schedule(
       0.0, self.learning_rate, warmup, max(self.steps, warmup + 1)
     )
     return optax.adam(schedule)
 
-  # The three below are for tasks whose training is not plain SGD on a data
-  # set: federated rounds override `gradient`, reinforcement learning carries
-  # its environments and replay in an `env_state`.
+  # The next three methods are for tasks that do not train on a fixed data set:
+  # federated tasks override `gradient`; reinforcement learning keeps its
+  # environments and replay memory in an `env_state`.
 
   def gradient(
     self, loss_fn: Any, params: PyTree, batch: PyTree, key: jax.Array
@@ -112,7 +128,7 @@ class Task:
     return jax.value_and_grad(loss_fn)(params, batch, key)
 
   def start(self, params: PyTree, data: PyTree, key: jax.Array) -> PyTree:
-    """Return the environments' state at first (usually there are none)."""
+    """Return the initial state of the environments; by default empty."""
     del params, data, key
     return ()
 
@@ -132,8 +148,17 @@ class Task:
 class Classification(Task):
   """A task with images or vectors `x` and integer labels `y`.
 
-  `data` holds `train_x, train_y, test_x, test_y`; images may be uint8 and
-  are turned into floats by `prepare`, batch by batch.
+  `data` holds `train_x, train_y, test_x, test_y`. Images may be uint8;
+  `prepare` turns each batch into floats. A subclass defines `load`, `init` and
+  `apply`.
+
+  Attributes:
+    noise: the standard deviation of the noise in `noise_accuracy`.
+
+  Example:
+    >>> from jaxpruner.compare.tasks.digits import Digits
+    >>> issubclass(Digits, Classification), Digits.metric
+    (True, 'accuracy')
   """
 
   noise: ClassVar[float] = 0.5
@@ -166,8 +191,8 @@ class Classification(Task):
     size = -(-len(y) // slices)
 
     def piece(start: jax.Array):
-      # The last slice is shifted back to stay in range; `fresh` drops what
-      # it repeats.
+      # The last slice starts earlier to stay in range; `fresh` excludes the
+      # examples that it repeats.
       first = jnp.minimum(start, len(y) - size)
       fresh = jnp.arange(size) + first >= start
       inputs = self.prepare(jax.lax.dynamic_slice_in_dim(x, first, size))
@@ -198,8 +223,24 @@ def calibration_error(
 ) -> jax.Array:
   """Return the expected calibration error over equal-width bins.
 
-  ECE = sum over bins of |share right - mean confidence| * share of examples
-  (Guo et al., 2017).
+  ECE is the sum over bins of |accuracy - mean confidence|, weighted by the
+  fraction of examples in the bin (Guo et al., "On Calibration of Modern Neural
+  Networks", 2017).
+
+  Args:
+    confidence: the probability of the predicted class, per example.
+    right: whether the prediction is right, per example.
+    weight: the weight of each example; 0 leaves it out.
+    bins: the number of bins.
+
+  Returns:
+    The error, between 0 and 1.
+
+  Example:
+    >>> sure = jnp.array([0.75, 0.75, 0.75, 0.75])
+    >>> right = jnp.array([True, True, False, False])
+    >>> float(calibration_error(sure, right, jnp.ones(4)))
+    0.25
   """
   weight = weight.ravel().astype(jnp.float32)
   which = jnp.clip((confidence.ravel() * bins).astype(jnp.int32), 0, bins - 1)

@@ -64,14 +64,20 @@ class FedFashion(fashion.Fashion):
 def federated_gradient(
   loss_fn: Any, params: Any, batch: Any, key: jax.Array, rate: float
 ) -> tuple[jax.Array, Any]:
-  """Return (mean first loss, minus the clients' mean change).
+  """Return (mean first loss, minus the mean change of the clients' weights).
+
+  The server's optimizer uses the second value as a gradient (Reddi et al.,
+  "Adaptive Federated Optimization", 2021).
 
   Args:
     loss_fn: `(params, batch, key) -> loss`.
     params: the server's weights, where every client starts.
     batch: tree with leading axes (clients, local steps).
     key: passed to `loss_fn`.
-    rate: the clients' SGD learning rate.
+    rate: the learning rate of the clients' SGD.
+
+  Returns:
+    The loss and the pseudo-gradient.
   """
 
   def client(batches: Any):
@@ -88,7 +94,7 @@ def federated_gradient(
 
 
 def dirichlet_split(labels: np.ndarray) -> np.ndarray:
-  """Return rows of examples per client, each with its own class mixture."""
+  """Return the examples of each client; clients differ in their classes."""
   rng = np.random.default_rng(0)
   by_class = [np.flatnonzero(labels == c) for c in range(10)]
   rows = []
