@@ -13,14 +13,14 @@ from jaxpruner.sparsity_types import Block, NByM, SparsityType, Unstructured
 
 @dataclasses.dataclass(frozen=True)
 class Pattern:
-  """What a mask of an (inputs, outputs) matrix may look like.
+  """The sparsity type of an (inputs, outputs) matrix.
 
-  A solver that only ranks scores needs `mask`. One that removes weights one
-  after another asks `n` and `m`, or `block`, and refuses other kinds with
+  A solver that only ranks scores needs `mask`. A solver that removes weights
+  one after another reads `n` and `m`, or `block`, and rejects other types with
   `refuse_other`.
 
   Attributes:
-    kind: the sparsity type, as `SparsityType.on_matrix` returned it.
+    kind: the sparsity type that `SparsityType.on_matrix` returned.
 
   Example:
     >>> import jax.numpy as jnp
