@@ -149,7 +149,8 @@ def stored_bytes(params: PyTree, masks: PyTree = None) -> int:
 
   Example:
     >>> params = {"w": np.ones((4, 4), np.float32), "bias": np.ones(4, "f4")}
-    >>> stored_bytes(params), stored_bytes(params, {"w": np.eye(4), "bias": None})
+    >>> masks = {"w": np.eye(4), "bias": None}
+    >>> stored_bytes(params), stored_bytes(params, masks)
     (80, 34)
   """
   named, _ = jax.tree_util.tree_flatten_with_path(params)

@@ -40,9 +40,10 @@ class PruneReport:
     seconds: time of the whole call.
 
   Example:
-    >>> layers = (
-    ...   Layer("up", (8, 8), 0.5, 0.25, 0.1), Layer("down", (8, 8), 0.75, None, 0))
-    >>> report = PruneReport(layers, {"table": "not used by a product"}, 0.2)
+    >>> up = Layer("up", (8, 8), 0.5, 0.25, 0.1)
+    >>> down = Layer("down", (8, 8), 0.75, None, 0.1)
+    >>> skipped = {"table": "not used by a product"}
+    >>> report = PruneReport((up, down), skipped, 0.2)
     >>> report.sparsity
     0.625
     >>> print(str(report).splitlines()[-1])
