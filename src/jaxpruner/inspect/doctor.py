@@ -152,7 +152,7 @@ def check(
 
 
 class _Course(NamedTuple):
-  """Where the trial training stands; `stopped` if it cannot go on."""
+  """The state of the trial training; `stopped` if it cannot continue."""
 
   params: PyTree
   opt_state: PyTree

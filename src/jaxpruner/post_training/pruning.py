@@ -211,7 +211,7 @@ class _Job:
     return _pattern.of(self._kind, at, leaf.shape, part.run_length, name)
 
   def keep(self, folder: pathlib.Path) -> None:
-    """Keep finished layers in a folder, of this very job only."""
+    """Store finished layers in a folder that belongs to this job only."""
     folder.mkdir(parents=True, exist_ok=True)
     model = self._model
     facts = {
@@ -372,7 +372,7 @@ class _Job:
 
 
 def _claim(folder: pathlib.Path, facts: dict[str, Any]) -> str:
-  """Store what a job is made of, or refuse a folder of another job.
+  """Store the description of a job, or refuse a folder of another job.
 
   Returns:
     A name for the job, which its layers carry.
