@@ -53,7 +53,16 @@ _PIXELS = 64
 
 
 def styled() -> Any:
-  """Return the context in which pictures are drawn."""
+  """Return a context manager that applies `STYLE` to matplotlib.
+
+  Returns:
+    The context manager; pictures drawn inside it have the library's style.
+
+  Example:
+    >>> with styled():
+    ...   plt.rcParams["font.size"]
+    9.0
+  """
   # Loads the backend: notebooks' turns interactive mode on as it loads, which
   # leaving the context would turn off again, and with it the next picture.
   plt.draw_if_interactive()
@@ -61,7 +70,18 @@ def styled() -> Any:
 
 
 def look(names: Sequence[str]) -> dict[str, dict[str, Any]]:
-  """Return a colour and a marker for each name, in order."""
+  """Return a colour and a marker for each name, in order.
+
+  Args:
+    names: labels of the curves; after twelve the colours repeat.
+
+  Returns:
+    name -> `{"color", "marker"}`, keyword arguments of `Axes.plot`.
+
+  Example:
+    >>> look(["rigl", "set"])["set"]
+    {'color': '#D55E00', 'marker': 's'}
+  """
   return {
     name: {
       "color": COLOURS[i % len(COLOURS)],
@@ -72,13 +92,41 @@ def look(names: Sequence[str]) -> dict[str, dict[str, Any]]:
 
 
 def plain(text: str) -> str:
-  """Return text that matplotlib takes literally."""
-  # A dollar sign would start a formula.
+  r"""Escape text so that matplotlib draws every character literally.
+
+  A dollar sign would start a formula.
+
+  Args:
+    text: any label.
+
+  Returns:
+    The label with each dollar sign escaped.
+
+  Example:
+    >>> print(plain("cost in $"))
+    cost in \$
+  """
   return text.replace("$", r"\$")
 
 
 def render(figure: Any, kind: str, salt: str = "") -> bytes:
-  """Return a figure as "png" or "svg", the same bytes for the same figure."""
+  """Return a figure as PNG or SVG; equal figures give equal bytes.
+
+  Args:
+    figure: a matplotlib figure.
+    kind: "png" or "svg".
+    salt: seed of the identifiers inside an SVG; pictures embedded in one page
+      need different ones.
+
+  Returns:
+    The content of the file, without a date.
+
+  Example:
+    >>> figure = sparsity({"w": np.eye(2, dtype=np.uint8)})
+    >>> render(figure, "png") == render(figure, "png")
+    True
+    >>> plt.close(figure)
+  """
   buffer = io.BytesIO()
   metadata = {"Date": None} if kind == "svg" else {"Software": None}
   with plt.rc_context({**STYLE, "svg.hashsalt": salt or "jaxpruner"}):
@@ -89,7 +137,22 @@ def render(figure: Any, kind: str, salt: str = "") -> bytes:
 
 
 def density(mask: np.ndarray, pixels: int = _PIXELS) -> np.ndarray:
-  """Shrink a mask to a small picture of densities."""
+  """Reduce a mask to an image of at most `pixels` × `pixels` densities.
+
+  Leading axes are joined into rows; a pixel is the mean of its part of the
+  mask.
+
+  Args:
+    mask: 1 = kept, of any rank.
+    pixels: largest height and width of the image.
+
+  Returns:
+    Densities between 0 and 1, float32 for a mask with at least one axis.
+
+  Example:
+    >>> density(np.array([[1, 1, 0, 0], [1, 0, 0, 0]]), pixels=2).tolist()
+    [[1.0, 0.0], [0.5, 0.0]]
+  """
   matrix = mask.reshape(-1, mask.shape[-1]) if mask.ndim else mask[None, None]
   for axis in (0, 1):
     edges = np.unique(
@@ -102,10 +165,21 @@ def density(mask: np.ndarray, pixels: int = _PIXELS) -> np.ndarray:
 
 
 def named_masks(tree: PyTree, params: PyTree = None) -> dict[str, np.ndarray]:
-  """Return name -> NumPy mask from masks, an optimizer state, or parameters.
+  """Return the masks of a tree as NumPy arrays, by path.
 
-  Packed masks need `params`. Without masks, zeros of two-dimensional leaves
-  count as removed.
+  Args:
+    tree: masks, an optimizer state, or parameters. In parameters, zeros of
+      leaves with two or more dimensions count as removed.
+    params: the parameters that packed masks belong to; unpacked masks need
+      none.
+
+  Returns:
+    Path of the leaf -> uint8 mask, 1 = kept.
+
+  Example:
+    >>> tree = {"w": np.array([[0.0, 2.0]]), "bias": np.zeros(2)}
+    >>> {path: mask.tolist() for path, mask in named_masks(tree).items()}
+    {'w': [[0, 1]]}
   """
   try:
     tree = find_state(tree).masks
@@ -134,7 +208,20 @@ def named_masks(tree: PyTree, params: PyTree = None) -> dict[str, np.ndarray]:
 
 
 def bars(axis: Any, names: Sequence[str], sparsities: Sequence[float]) -> None:
-  """Draw one horizontal bar per layer, the first on top."""
+  """Draw one horizontal bar per layer, the first layer on top.
+
+  Args:
+    axis: the matplotlib axes to draw into.
+    names: labels of the layers.
+    sparsities: fraction removed of each layer.
+
+  Example:
+    >>> figure, axis = plt.subplots()
+    >>> bars(axis, ["encoder", "head"], [0.75, 0.5])
+    >>> [float(bar.get_width()) for bar in axis.patches]
+    [75.0, 50.0]
+    >>> plt.close(figure)
+  """
   axis.barh([plain(n) for n in names], [100 * s for s in sparsities])
   axis.invert_yaxis()
   axis.margins(y=0.01)
@@ -143,7 +230,20 @@ def bars(axis: Any, names: Sequence[str], sparsities: Sequence[float]) -> None:
 
 
 def image(axis: Any, picture: np.ndarray, title: str) -> None:
-  """Draw densities, black where weights are kept."""
+  """Draw an image of densities, black where weights are kept.
+
+  Args:
+    axis: the matplotlib axes to draw into.
+    picture: densities between 0 and 1, as `density` returns them.
+    title: text above the image.
+
+  Example:
+    >>> figure, axis = plt.subplots()
+    >>> image(axis, np.eye(3), "identity")
+    >>> axis.get_title(), axis.images[0].get_array().shape
+    ('identity', (3, 3))
+    >>> plt.close(figure)
+  """
   axis.imshow(picture, vmin=0, vmax=1, cmap="gray_r", aspect="auto")
   axis.grid(False)
   axis.set_title(plain(title), fontsize=7)
@@ -151,7 +251,22 @@ def image(axis: Any, picture: np.ndarray, title: str) -> None:
 
 
 def sparsity(tree: PyTree, params: PyTree = None, axis: Any = None) -> Any:
-  """Draw the sparsity of each layer as a bar."""
+  """Draw the sparsity of each layer as a bar.
+
+  Args:
+    tree: masks, an optimizer state, or parameters, see `named_masks`.
+    params: the parameters that packed masks belong to.
+    axis: the matplotlib axes to draw into; by default those of a new figure.
+
+  Returns:
+    The figure.
+
+  Example:
+    >>> figure = sparsity({"w": np.eye(4, dtype=np.uint8)})
+    >>> [float(bar.get_width()) for bar in figure.axes[0].patches]
+    [75.0]
+    >>> plt.close(figure)
+  """
   masks = named_masks(tree, params)
   with styled():
     axis = axis or _axis(6, max(1.6, 0.3 * len(masks) + 0.8))
@@ -160,7 +275,23 @@ def sparsity(tree: PyTree, params: PyTree = None, axis: Any = None) -> Any:
 
 
 def masks(tree: PyTree, params: PyTree = None, columns: int = 4) -> Any:
-  """Draw each mask as an image, black where weights are kept."""
+  """Draw each mask as an image, black where weights are kept.
+
+  Args:
+    tree: masks, an optimizer state, or parameters, see `named_masks`.
+    params: the parameters that packed masks belong to.
+    columns: images per row of the figure.
+
+  Returns:
+    A new figure with one image per mask.
+
+  Example:
+    >>> figure = masks({"w": np.eye(4, dtype=np.uint8)})
+    >>> print(figure.axes[0].get_title())
+    w
+    75.0% removed
+    >>> plt.close(figure)
+  """
   found = named_masks(tree, params)
   columns = min(columns, len(found))
   rows = -(-len(found) // columns)
@@ -185,9 +316,27 @@ def schedules(
   target: float = 0.9,
   axis: Any = None,
 ) -> Any:
-  """Draw the sparsity over training for each `name -> schedule`.
+  """Draw the sparsity over training for several schedules.
 
-  Marks are the steps at which masks are updated.
+  Markers show the steps at which masks are updated.
+
+  Args:
+    table: label -> sparsity schedule.
+    total_steps: the last training step to draw.
+    target: the sparsity at the end of each schedule.
+    axis: the matplotlib axes to draw into; by default those of a new figure.
+
+  Returns:
+    The figure.
+
+  Example:
+    >>> from jaxpruner import sparsity_schedules
+    >>> table = {"once": sparsity_schedules.OneShotSchedule(target_step=2)}
+    >>> figure = schedules(table, total_steps=3, target=0.5)
+    >>> curve, markers = figure.axes[0].lines
+    >>> curve.get_ydata().tolist(), markers.get_xdata().tolist()
+    ([0.0, 0.0, 50.0, 50.0], [2])
+    >>> plt.close(figure)
   """
   steps = np.arange(total_steps + 1)
   with styled():
@@ -209,12 +358,27 @@ def schedules(
 def evolution(
   history: Mapping[int, PyTree], leaf: str | None = None, frames: int = 6
 ) -> Any:
-  """Draw one mask over training, and what of it changed since the start.
+  """Draw one mask over training, and how far it moved from the first mask.
+
+  The images show the mask at some of the steps. The curves show the share of
+  the first mask that is still kept, and the share of all weights that was
+  kept at any step so far.
 
   Args:
     history: training step -> masks (or optimizer state).
     leaf: path of the leaf to draw; the first by default.
-    frames: how many of the steps are drawn.
+    frames: how many of the steps are drawn as images.
+
+  Returns:
+    A new figure.
+
+  Example:
+    >>> history = {step: {"w": np.roll(np.eye(2, dtype=np.uint8), step, 0)}
+    ...            for step in (0, 1)}
+    >>> figure = evolution(history)
+    >>> [line.get_ydata().tolist() for line in figure.axes[-1].lines]
+    [[100.0, 0.0], [50.0, 100.0]]
+    >>> plt.close(figure)
   """
   series = {step: named_masks(tree) for step, tree in sorted(history.items())}
   first = next(iter(series.values()))
@@ -260,7 +424,26 @@ def evolution(
 def errorbar(
   axis: Any, x: Any, mean: Any, low: Any, high: Any, **style
 ) -> None:
-  """Draw one curve with its intervals; without, where one is unknown."""
+  """Draw one curve with an interval at each point.
+
+  If the lower end of any interval is NaN, the curve is drawn without
+  intervals.
+
+  Args:
+    axis: the matplotlib axes to draw into.
+    x: positions of the points.
+    mean: their values.
+    low: lower ends of the intervals.
+    high: upper ends of the intervals.
+    **style: further keyword arguments of `Axes.errorbar`.
+
+  Example:
+    >>> figure, axis = plt.subplots()
+    >>> errorbar(axis, [0, 1], [2, 3], [1, 2], [4, 5], label="rigl")
+    >>> axis.containers[0].has_yerr
+    True
+    >>> plt.close(figure)
+  """
   mean, low, high = (np.asarray(v, float) for v in (mean, low, high))
   spread = None if np.isnan(low).any() else np.array([mean - low, high - mean])
   axis.errorbar(
@@ -278,8 +461,19 @@ def tradeoff(
   Args:
     curves: name -> `(sparsity, mean, low, high)` per point; NaN for `low` and
       `high` draws no interval.
-    metric: what the means measure.
-    axis: where to draw.
+    metric: name of the metric, the label of the vertical axis.
+    axis: the matplotlib axes to draw into; by default those of a new figure.
+
+  Returns:
+    The figure.
+
+  Example:
+    >>> nan = float("nan")
+    >>> points = [(0.9, 0.7, nan, nan), (0.5, 0.8, nan, nan)]
+    >>> figure = tradeoff({"rigl": points})
+    >>> figure.axes[0].lines[0].get_xydata().tolist()
+    [[50.0, 0.8], [90.0, 0.7]]
+    >>> plt.close(figure)
   """
   with styled():
     axis = axis or _axis(6, 3.6)

@@ -25,9 +25,9 @@ class Ticket(NamedTuple):
 
   Attributes:
     params: trained weights, zero under the masks.
-    masks: what is kept.
-    start: the weights from which this mask was trained.
-    sparsities: the sparsity of every round's training, the dense one first.
+    masks: 1 = kept.
+    start: the weights at the start of the last round's training.
+    sparsities: the sparsity of each round's training; the first is dense.
 
   Example:
     >>> ticket = Ticket({"w": 0.5}, {"w": 1}, {"w": 0.1}, (0.0, 0.2))
@@ -42,7 +42,10 @@ class Ticket(NamedTuple):
 
 
 def rounds(sparsity: float, fraction: float = 0.2) -> list[float]:
-  """Return the sparsities of iterative pruning, the request exactly at last.
+  """Return the sparsity after each round of iterative pruning.
+
+  Each round removes the same fraction of the remaining weights; the last round
+  removes less, so that the requested sparsity is reached exactly.
 
   Args:
     sparsity: fraction removed after the last round.
@@ -78,30 +81,31 @@ def find_ticket(
 ) -> Ticket:
   """Find a ticket by iterative magnitude pruning (Frankle & Carbin, 2019).
 
-  Trains to the end, removes the `fraction` of the remaining weights that is
-  smallest, rewinds, and trains again, until the sparsity is reached: a sparse
-  network at the price of about `log(1 - sparsity)/log(1 - fraction)` trainings.
+  Each round trains to the end, removes the `fraction` of the remaining weights
+  with the smallest magnitude, and rewinds. Rounds are repeated until the
+  sparsity is reached: about `log(1 - sparsity)/log(1 - fraction)` trainings.
 
   Args:
     train: `(params, masks, start, stop) -> params`: train from step `start`
-      (its learning rate included) until step `stop`, or to the end if it is
-      `None`, with weights under the masks at zero. Dense training has `None`
-      for masks.
+      (with the learning rate of that step) until step `stop`, or to the end if
+      `stop` is `None`, with removed weights at zero. For dense training `masks`
+      is `None`.
     params: the initial weights.
     sparsity: fraction removed at the end, exactly.
     fraction: part of the remaining weights removed per round.
-    rewind: where each round starts: "weights", those of `rewind_step`
-      (Frankle et al., 2020); "initialization"; or "learning_rate", where the
-      trained weights stay and only the schedule goes back to `rewind_step`
-      (Renda et al., 2020).
-    rewind_step: the step to go back to.
-    make_pruner: `sparsity -> updater` that ranks what is left; by default all
-      leaves together, by |w|.
-    folder: where finished rounds are kept, so that an interrupted search goes
-      on after the last of them.
+    rewind: the start of each round: "weights", the weights of `rewind_step`
+      (Frankle et al., 2020); "initialization"; or "learning_rate", which keeps
+      the trained weights and rewinds only the schedule to `rewind_step` (Renda
+      et al., 2020).
+    rewind_step: the step to rewind to.
+    make_pruner: `sparsity -> updater` that scores the remaining weights; by
+      default all leaves are ranked together by |w|.
+    folder: stores finished rounds; an interrupted search continues after the
+      last finished round.
 
   Returns:
-    The ticket: trained weights, their masks, and where they started.
+    The ticket: trained weights, their masks, and the weights at the start of
+    the last round.
 
   Example:
     >>> train = lambda params, masks, start, stop: params
@@ -149,14 +153,14 @@ def find_ticket(
 
 
 class _Store:
-  """Finished parts of a search, as files; nothing without a folder."""
+  """Finished parts of a search as files; without a folder, stores nothing."""
 
   def __init__(self, folder: Any, like: PyTree, plan: dict[str, Any]):
     self.folder = None if folder is None else pathlib.Path(folder)
     self.like, self.plan = like, plan
 
   def keep(self, name: str, make: Callable[[], tuple[PyTree, PyTree]]) -> Any:
-    """Return what was kept under a name, or make it and keep it."""
+    """Return the stored `(params, masks)`, or compute and store them."""
     if self.folder is None:
       return make()
     path = self.folder / f"{name}.safetensors"
@@ -175,7 +179,7 @@ class _Store:
 
 def _prune(pruner: Any, params: PyTree, masks: PyTree) -> PyTree:
   scores = pruner.calculate_scores(params)
-  if masks is not None:  # what is gone stays behind everything that is not
+  if masks is not None:  # removed weights rank below all kept ones
     gone = lambda s, m: s if m is None else jnp.where(m, s, -1)
     scores = _map(gone, scores, masks)
   return pruner.create_masks(scores, pruner.target_sparsities(params))
@@ -192,7 +196,7 @@ def _select(params: PyTree, masks: PyTree) -> PyTree:
 
 
 def mask_distance(one: PyTree, other: PyTree) -> float:
-  """Return the share of weights on which two masks differ.
+  """Return the share of weights at which two masks differ.
 
   Args:
     one: masks; `None` leaves are left out.
@@ -214,15 +218,17 @@ def mask_distance(one: PyTree, other: PyTree) -> float:
 
 
 class EarlyBird:
-  """Notice when the masks have settled (You et al., 2020).
+  """Detect when the masks stop changing: early-bird tickets (You et al., 2020).
 
-  Draw a mask at the end of each epoch and show it; once the largest distance
-  among the last `window` masks falls below `tolerance`, dense training has
-  done its part and the ticket can be drawn.
+  Compute masks at the end of each epoch of dense training and pass them to
+  `settled`. It returns True once the last masks differ from each of the
+  `window - 1` masks before by less than `tolerance`. Dense training can then
+  stop, and sparse training starts with these masks.
 
   Args:
-    window: how many masks are compared.
-    tolerance: the largest distance of masks that have settled.
+    window: number of masks that are compared.
+    tolerance: upper bound on the distance of settled masks, see
+      `mask_distance`.
 
   Example:
     >>> bird = EarlyBird(window=2, tolerance=0.3)
@@ -240,7 +246,14 @@ class EarlyBird:
     self.seen: list[PyTree] = []
 
   def settled(self, masks: PyTree) -> bool:
-    """Take the masks of an epoch; tell whether they have settled."""
+    """Add the masks of an epoch; tell whether the masks have settled.
+
+    Args:
+      masks: masks computed after this epoch.
+
+    Returns:
+      Whether the last `window` masks differ by less than `tolerance`.
+    """
     self.seen = [*self.seen, masks][-self.window :]
     *before, last = self.seen
     return len(self.seen) == self.window and all(
@@ -253,12 +266,12 @@ def average(
 ) -> PyTree:
   """Return the mean of networks that share one mask (Yin et al., 2022).
 
-  Zeros of all are zeros of the mean; running statistics such as those of batch
-  norm must be gathered again.
+  A weight that is zero in all networks is zero in the mean. Running statistics,
+  for example of batch normalisation, must be measured again.
 
   Args:
     snapshots: trees of parameters of one structure.
-    weights: how much each counts; equally by default.
+    weights: weight of each network in the mean; equal by default.
 
   Returns:
     The weighted mean, leaf by leaf, computed in float32.
@@ -289,17 +302,17 @@ def superpose(
   tickets: Sequence[tuple[PyTree, PyTree]],
   weights: Sequence[float] | None = None,
 ) -> tuple[PyTree, PyTree]:
-  """Mix sparse networks with different masks into one (Yin et al., 2022).
+  """Merge sparse networks with different masks into one (Yin et al., 2022).
 
-  Sup-tickets: the mean of `(params, masks)` pairs, pruned back by |w| to as
-  many weights per leaf as the first has.
+  Sup-tickets: averages the parameters, then keeps in each leaf the weights with
+  the largest |w|, as many as the first network keeps.
 
   Args:
     tickets: pairs of parameters and masks.
-    weights: how much each counts; equally by default.
+    weights: weight of each network in the mean; equal by default.
 
   Returns:
-    The mixed parameters, zero where removed, and their masks.
+    The merged parameters, zero where removed, and their masks.
 
   Example:
     >>> one = {"w": jnp.array([4.0, 0.0])}, {"w": jnp.array([1, 0])}

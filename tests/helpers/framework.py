@@ -3,6 +3,8 @@
 Kept to JAX, Optax and jaxpruner: it runs in every framework's environment.
 """
 
+import doctest
+import importlib
 import importlib.util
 
 import jax
@@ -83,6 +85,13 @@ def assert_same(a, b):
   for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
     x, y = np.asarray(x), np.asarray(y)
     assert x.dtype == y.dtype and x.tobytes() == y.tobytes()
+
+
+def assert_examples_run(bridge):
+  """Assert that the docstring examples of a bridge give their results."""
+  module = importlib.import_module(f"jaxpruner.integrations.{bridge}")
+  result = doctest.testmod(module)
+  assert result.attempted and not result.failed
 
 
 SGD = optax.sgd(0.05, momentum=0.9)

@@ -138,3 +138,7 @@ def test_packed_masks_travel_as_plain_ones():
 def test_what_needs_pruned_weights_is_refused(algorithm):
   with pytest.raises(ValueError, match="clients do not send"):
     flower.SparseFedAvg(make_pruner(algorithm), make_params())
+
+
+def test_the_examples_of_its_docstrings_run():
+  framework.assert_examples_run("flower")

@@ -74,3 +74,7 @@ def test_maxtext_ends_exactly_sparse_and_resumes(tmp_path):
     state = train.train_loop(*train.initialize(again))
     params, opt_state = parts(state)
     assert_sparse(params, opt_state)
+
+
+def test_the_examples_of_its_docstrings_run():
+  framework.assert_examples_run("maxtext")

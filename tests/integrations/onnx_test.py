@@ -54,3 +54,7 @@ def test_weights_that_are_not_sparse_enough_stay_dense():
   params = jax.random.normal(jax.random.key(0), (16, 16))
   dense = jax2onnx.to_onnx(lambda x: x @ params, [("B", 16)])
   assert not onnx.sparsify(dense).graph.sparse_initializer
+
+
+def test_the_examples_of_its_docstrings_run():
+  framework.assert_examples_run("onnx")

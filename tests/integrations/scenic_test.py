@@ -28,3 +28,7 @@ def test_scenics_optimizer_ends_exactly_sparse():
     updates, opt_state = tx.update(params, opt_state, params)
     params = optax.apply_updates(params, updates)
   assert_sparse(params, opt_state)
+
+
+def test_the_examples_of_its_docstrings_run():
+  framework.assert_examples_run("scenic")

@@ -22,3 +22,7 @@ def test_t5xs_optimizer_ends_exactly_sparse():
       definition.hyper_params, params, state, params
     )
   assert_sparse(params, state.param_states)
+
+
+def test_the_examples_of_its_docstrings_run():
+  framework.assert_examples_run("t5x")

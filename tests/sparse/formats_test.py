@@ -136,3 +136,15 @@ def test_errors_name_the_value_and_the_cure(arguments, message):
 def test_a_format_refuses_other_ranks():
   with pytest.raises(ValueError, match="use pack"):
     sparse.Sell.fromdense(np.zeros((2, 2, 2)))
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_format_refuses_options_it_does_not_have(format):
+  message = f"format='{format}' has no option 'lane'"
+  with pytest.raises(TypeError, match=message):
+    sparse.pack(np.eye(8, dtype=np.float32), format=format, lane=3)
+
+
+def test_a_refusal_lists_the_options_there_are():
+  with pytest.raises(TypeError, match="its options are n, m"):
+    sparse.pack(np.eye(8, dtype=np.float32), format="nm", k=3)

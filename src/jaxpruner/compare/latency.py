@@ -115,7 +115,7 @@ def ratio_of(
   times: tuple[list[float], list[float]] = ([], [])
   for _ in range(rounds):
     for call, bucket in zip((ours, reference), times, strict=True):
-      began = time.perf_counter()
+      began, result = time.perf_counter(), None
       for _ in range(repeats):
         result = call()
       jax.block_until_ready(result)

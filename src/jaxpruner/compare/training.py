@@ -201,17 +201,18 @@ def _over_seeds(task, start, train, final, data) -> Training:
   if task.in_turn:
     start_all = lambda keys, data: jax.lax.map(lambda k: start(k, data), keys)
     final_all = lambda carry: jax.lax.map(final, carry)
+    over = lambda one: (
+      lambda *all_seeds: jax.lax.map(lambda pair: one(*pair), all_seeds)
+    )
   else:
     axes = _seed_axes(start, train, data)
     start_all = jax.vmap(start, in_axes=(0, None), out_axes=axes)
     final_all = jax.vmap(final, in_axes=(axes,))
+    over = lambda one: jax.vmap(one, in_axes=(axes, 0), out_axes=(axes, 0, 0))
 
   def train_all(carry, keys, data, first, count, length):
     one = lambda carry, key: train(carry, key, data, first, count, length)
-    if task.in_turn:
-      return jax.lax.map(lambda pair: one(*pair), (carry, keys))
-    mapped = jax.vmap(one, in_axes=(axes, 0), out_axes=(axes, 0, 0))
-    return mapped(carry, keys)
+    return over(one)(carry, keys)
 
   return Training(
     _once(start_all),

@@ -1,1 +1,1 @@
-"""Look at a sparse model: summaries, metrics, costs, checks."""
+"""Inspect a sparse model: summaries, metrics, costs, checks."""

@@ -1,10 +1,9 @@
-"""What a sparse model costs: weights kept, bytes stored, FLOPs.
+"""The cost of a sparse model: weights kept, bytes stored, FLOPs.
 
-FLOPs come from the model itself: the function is traced and its matrix
-products and convolutions are counted (two per multiply-add). A product with
-a masked parameter costs in proportion to the weights its mask keeps, so the
-count is linear in the densities and is kept per parameter: trace once, then
-price any mask.
+FLOPs are counted on the traced function: its matrix products and convolutions,
+two per multiply-add. A product with a masked parameter costs in proportion to
+the weights its mask keeps, so the count is linear in the densities and is
+stored per parameter: one trace gives the cost of any mask.
 """
 
 import collections
@@ -28,20 +27,25 @@ from jaxpruner.program.primitives import (
 
 PyTree = Any
 
-# Primitives through which a weight stays the same weights, relaid or scaled.
+# Primitives whose result holds the same weights, reordered or scaled.
 _SAME_WEIGHTS = (
   RESHAPES | CASTS | COPIES | {"div", "mul", "neg", "rev", "select_n"}
 )
 
 
 class Flops(NamedTuple):
-  """FLOPs of one call, dense.
+  """FLOPs of one call of the dense function, per parameter.
 
   Attributes:
     leaves: path of a parameter -> FLOPs of its products.
     other: FLOPs of products without a parameter.
-    unknown: primitives that `jaxpruner.program` does not know (kernels of
-      other libraries, say); nothing is counted for them.
+    unknown: primitives that `jaxpruner.program` does not know, for example
+      kernels of other libraries; nothing is counted for them.
+
+  Example:
+    >>> flops = Flops({"up": 100.0, "down": 50.0}, other=10.0)
+    >>> flops.total(), flops.total({"up": 0.25})
+    (160.0, 85.0)
   """
 
   leaves: dict[str, float]
@@ -53,6 +57,9 @@ class Flops(NamedTuple):
 
     Args:
       densities: path -> fraction of weights kept; absent paths are dense.
+
+    Returns:
+      The FLOPs of one call.
     """
     densities = densities or {}
     return self.other + sum(
@@ -61,10 +68,18 @@ class Flops(NamedTuple):
 
 
 def path_name(path: tuple[Any, ...]) -> str:
-  """Return a key path as `a/b/kernel`, without wrappers such as NNX's `value`.
+  """Return a key path as `a/b/kernel`, without wrappers like NNX's `value`.
 
-  >>> path_name((jax.tree_util.DictKey("a"), jax.tree_util.GetAttrKey("value")))
-  'a'
+  Args:
+    path: a key path of `jax.tree_util.tree_flatten_with_path`.
+
+  Returns:
+    The names of its keys, joined by "/".
+
+  Example:
+    >>> from jax.tree_util import DictKey, GetAttrKey
+    >>> path_name((DictKey("a"), DictKey("kernel"), GetAttrKey("value")))
+    'a/kernel'
   """
   return _leaves.join(_leaves.path_names(path))
 
@@ -72,9 +87,9 @@ def path_name(path: tuple[Any, ...]) -> str:
 def count_flops(fn: Callable[..., Any], params: PyTree, *args: Any) -> Flops:
   """Count the FLOPs of `fn(params, *args)`, per parameter of two or more dims.
 
-  Matrix products and convolutions count; elementwise work, which sparsity
-  does not change, does not. `scan` bodies count once per iteration; `cond`
-  takes its costliest branch.
+  Matrix products and convolutions are counted; elementwise operations, which
+  sparsity does not change, are not. The body of a `scan` is counted once per
+  iteration, and a `cond` as its most expensive branch.
 
   Args:
     fn: the forward pass; anything JAX can trace.
@@ -82,7 +97,7 @@ def count_flops(fn: Callable[..., Any], params: PyTree, *args: Any) -> Flops:
     *args: the other arguments, arrays or shapes.
 
   Returns:
-    `Flops`; `.total(densities)` prices a sparse model.
+    `Flops`; its `total(densities)` gives the FLOPs of a sparse model.
 
   Example:
     >>> import jax, jaxpruner.report as report
@@ -103,16 +118,40 @@ def count_flops(fn: Callable[..., Any], params: PyTree, *args: Any) -> Flops:
 
 
 def leaf_densities(masks: PyTree) -> dict[str, float]:
-  """Return path -> fraction of ones, for every leaf that has a mask."""
+  """Return the fraction of ones of every mask.
+
+  Args:
+    masks: masks, 1 = kept; `None` leaves are left out.
+
+  Returns:
+    Path of the leaf -> fraction of weights kept.
+
+  Example:
+    >>> leaf_densities({"w": np.array([[1, 0], [0, 0]]), "bias": None})
+    {'w': 0.25}
+  """
   named, _ = jax.tree_util.tree_flatten_with_path(masks)
   return {path_name(path): float(np.mean(leaf)) for path, leaf in named}
 
 
 def stored_bytes(params: PyTree, masks: PyTree = None) -> int:
-  """Return the bytes of the parameters with zeros stored as bits.
+  """Return the bytes of the parameters with masks stored as bits.
 
-  A masked leaf costs one bit per weight plus its kept values, or its dense
-  size when that is smaller; other leaves cost their dense size.
+  A masked leaf takes one bit per weight plus its kept values, or its dense size
+  if that is smaller; other leaves take their dense size.
+
+  Args:
+    params: parameters.
+    masks: their masks, 1 = kept; `None` leaves are dense.
+
+  Returns:
+    The total number of bytes.
+
+  Example:
+    >>> params = {"w": np.ones((4, 4), np.float32), "bias": np.ones(4, "f4")}
+    >>> masks = {"w": np.eye(4), "bias": None}
+    >>> stored_bytes(params), stored_bytes(params, masks)
+    (80, 34)
   """
   named, _ = jax.tree_util.tree_flatten_with_path(params)
   kept = {
@@ -132,7 +171,20 @@ def stored_bytes(params: PyTree, masks: PyTree = None) -> int:
 
 
 def count_weights(params: PyTree, masks: PyTree = None) -> int:
-  """Return how many parameters remain: kept ones, plus the unmasked leaves."""
+  """Count the parameters that remain: kept weights and unmasked leaves.
+
+  Args:
+    params: parameters.
+    masks: their masks, 1 = kept; `None` leaves are dense.
+
+  Returns:
+    The number of parameters that are not removed.
+
+  Example:
+    >>> params = {"w": np.ones((4, 4)), "bias": np.ones(4)}
+    >>> count_weights(params), count_weights(params, {"w": np.eye(4)})
+    (20, 8)
+  """
   masked = jax.tree_util.tree_leaves(masks)
   total = sum(int(np.prod(np.shape(x))) for x in jax.tree.leaves(params))
   return total - sum(int(m.size - np.count_nonzero(m)) for m in masked)
@@ -140,10 +192,10 @@ def count_weights(params: PyTree, masks: PyTree = None) -> int:
 
 @dataclasses.dataclass
 class _Count:
-  """Counts FLOPs; values are the parameters that hold them, or None.
+  """A visitor that counts FLOPs; a value is the path of its parameter or None.
 
   Attributes:
-    times: how often what is visited now runs.
+    times: how often the visited program runs.
   """
 
   times: float = 1.0
@@ -161,7 +213,7 @@ class _Count:
     return program.run(traced, owners, self.visit, constant=lambda _: None)
 
   def enter(self, body: Any, owners: Sequence[str | None], times: float = 1):
-    """Return the count of a body that runs `times` as often."""
+    """Return the count of a body that runs `times` per run of this program."""
     inner = _Count(self.times * times)
     inner.run(program.read(body, open_calls=True), owners)
     return inner
@@ -173,7 +225,7 @@ class _Count:
       self.leaves[leaf] += flops
 
   def visit(self, node: Node, owners: list[str | None]) -> list[str | None]:
-    """Count an operation; return which parameter its results still are."""
+    """Count an operation; return the parameter that each result holds."""
     if node.name in _FLOPS:
       self._product(node, owners)
     elif bodies := jaxprs.bodies(node.eqn):
@@ -195,7 +247,7 @@ class _Count:
   def _control(
     self, node: Node, bodies: list[Any], owners: list[str | None]
   ) -> "_Count":
-    """Return the count of an operation that holds other programs."""
+    """Return the count of an operation that contains other programs."""
     if node.name == "scan":
       return self.enter(bodies[0], owners, node.params["length"])
     if node.name == "cond":
@@ -222,7 +274,7 @@ class _Count:
 
 
 def _followed(node: Node, owners: list[str | None]) -> list[str | None]:
-  """Return the one parameter that the results are, relaid or scaled."""
+  """Return the one parameter that the results hold, reordered or scaled."""
   if len(node.outputs) == len(node.inputs) > 1:  # a barrier for several arrays
     return owners
   sources = {

@@ -1,7 +1,7 @@
-"""The doctor: run a training setup for a few steps, say what is wrong with it.
+"""The doctor: run a training setup for a few steps and report mistakes.
 
-A pruner can be put into a loop in ways that train without complaint and end
-dense. `check` takes the loop's own parts and looks at what comes out of them.
+Some mistakes in the use of a pruner raise no error, and the trained model is
+dense. `check` runs the parts of the training loop and checks their results.
 """
 
 import warnings
@@ -20,18 +20,18 @@ from jaxpruner._state import PyTree, SparseState, find_state, unpack_mask
 _HORIZON = 1 << 16
 # Accumulating wrappers pass on one step of several.
 _PATIENCE = 64
-# After these, the state says nothing about the rest of the training.
+# After these findings the state cannot be checked further.
 _FATAL = ("params not passed", "update fails")
 
 _Say: TypeAlias = Callable[[str, str], None]
 
 
 class Finding(NamedTuple):
-  """One thing that is wrong, in words, with its cure.
+  """One mistake in a training setup, with its cure.
 
   Attributes:
     name: a short name of the mistake.
-    words: what was seen, and what to do.
+    words: the observation, and the cure.
 
   Example:
     >>> print(Finding("not wrapped", "pass the wrapped transformation"))
@@ -46,12 +46,12 @@ class Finding(NamedTuple):
 
 
 class Checkup(NamedTuple):
-  """What `check` found; `ok` if nothing is wrong.
+  """The result of `check`; `ok` is True if there are no findings.
 
   Attributes:
-    findings: the mistakes, in the order they were noticed.
+    findings: the mistakes, in the order they were found.
     sparsity: fraction of the prunable weights removed at the end.
-    steps: how many steps were run.
+    steps: number of steps that were run.
 
   Example:
     >>> print(Checkup((), 0.75, 12))
@@ -87,27 +87,28 @@ def check(
   max_steps: int = 12,
   pruner: base_updater.BaseUpdater | None = None,
 ) -> Checkup:
-  """Run a few steps of your training setup, and say in words what is wrong.
+  """Run a few steps of a training setup and report mistakes in words.
 
-  The pruner's clock is set to the steps at which its schedule is due, so that
-  the end of a long schedule is reached in a few steps. Nothing of yours is
-  changed: parameters and states are the doctor's own copies.
+  The step count of the pruner is set to the steps at which its schedule updates
+  masks, so that a few steps reach the end of a long schedule. The arguments
+  are not changed: parameters and states are copied.
 
   Args:
-    tx: the transformation you train with, as you pass it to your trainer.
-    params: your parameters, as training starts with them.
-    grads: gradients, or a function `params -> grads`; drawn at random without.
-    step: your own `(params, opt_state) -> (params, opt_state)`, if the loop
+    tx: the transformation that is passed to the trainer.
+    params: the parameters at the start of training.
+    grads: gradients, or a function `params -> grads`; random by default.
+    step: a custom `(params, opt_state) -> (params, opt_state)`, if the loop
       does more than `tx.update` and `optax.apply_updates`.
-    reload: saves an optimizer state and returns what is restored from it.
-    eval_params: `(params, opt_state) -> params` that you evaluate with: an
-      average, a target network, a cast copy.
-    total_steps: how long you train; a schedule must be done by then.
-    max_steps: how many steps to run at most.
-    pruner: the updater inside `tx`, where it cannot be found from outside.
+    reload: a function that saves an optimizer state and returns the restored
+      one.
+    eval_params: `(params, opt_state) -> params` for evaluation: an average, a
+      target network, a cast copy.
+    total_steps: the number of training steps; the schedule must end by then.
+    max_steps: the largest number of steps to run.
+    pruner: the updater inside `tx`, if it cannot be found in `tx`.
 
   Returns:
-    The findings: `ok` is true if there are none; `str` is for people.
+    The findings; `ok` is True if there are none, and `print` shows them.
 
   Example:
     >>> import jax.numpy as jnp, jaxpruner, optax
@@ -151,7 +152,7 @@ def check(
 
 
 class _Course(NamedTuple):
-  """Where the trial training stands; `stopped` if it cannot go on."""
+  """The state of the trial training; `stopped` if it cannot continue."""
 
   params: PyTree
   opt_state: PyTree

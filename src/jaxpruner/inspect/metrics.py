@@ -1,4 +1,4 @@
-"""What a training loop can log about its masks, from the state alone."""
+"""Metrics of the masks for a training loop, from the optimizer state alone."""
 
 from typing import Any, TypeAlias
 
@@ -13,24 +13,25 @@ PyTree: TypeAlias = Any
 
 
 def state_metrics(opt_state: PyTree, per_leaf: bool = False) -> dict[str, Any]:
-  """Return numbers about the masks, ready for any logger; also under `jit`.
+  """Return metrics of the masks for any logger; works under `jit`.
 
-  Mask updates count as they go: this reads a few integers per leaf and never
-  the weights or the masks.
+  Mask updates store their counts in the state: this function reads a few
+  integers per leaf, never the weights or the masks.
 
   Args:
     opt_state: the optimizer state (or the `SparseState` itself).
-    per_leaf: also give `sparsity/…`, `churn/…` and `exploration/…` of each
+    per_leaf: also return `sparsity/…`, `churn/…` and `exploration/…` of each
       leaf under its path.
 
   Returns:
-    `sparsity` of the prunable leaves; `kept`, their nonzero weights; `churn`,
-    the share of the kept weights that the last mask update brought in;
-    `dropped`, how many it removed; `exploration`, the share of weights ever
-    kept (with `track_exploration`); `near_collapse`, leaves with fewer weights
-    than a square leaf of their size has neurons; `collapsed`, leaves with none;
-    `moments_reset`, weights that came in with fresh moments; `skipped`, mask
-    updates refused because a score was not finite.
+    `sparsity` of the prunable leaves; `kept`, the number of their kept weights;
+    `churn`, the share of the kept weights that the last mask update added;
+    `dropped`, the number of weights it removed; `exploration`, the share of
+    weights that were kept at any time (with `track_exploration`);
+    `near_collapse`, the number of leaves that keep fewer weights than the
+    square root of their size; `collapsed`, the number of leaves that keep none;
+    `moments_reset`, the number of added weights whose moments were reset;
+    `skipped`, the number of mask updates skipped because of non-finite scores.
 
   Example:
     >>> import functools, jax.numpy as jnp, jaxpruner, optax
@@ -70,16 +71,17 @@ def state_metrics(opt_state: PyTree, per_leaf: bool = False) -> dict[str, Any]:
 
 
 def layers_near_collapse(opt_state: PyTree) -> dict[str, int]:
-  """Return the leaves with hardly a weight left, and how many each keeps.
+  """Return the leaves that keep very few weights, with their counts.
 
-  Hardly: fewer than the square root of its size, so that a square layer cannot
-  give every neuron one. A leaf with none cuts the network in two.
+  These are the leaves that keep fewer weights than the square root of their
+  size: in a square layer, some neurons have no weight. A leaf without weights
+  blocks every path through its layer.
 
   Args:
     opt_state: the optimizer state (or the `SparseState` itself).
 
   Returns:
-    Path of the leaf -> how many weights it keeps.
+    Path of the leaf -> number of weights it keeps.
 
   Example:
     >>> import functools, jax.numpy as jnp, jaxpruner, optax

@@ -12,12 +12,12 @@ from jaxpruner._state import find_state
 
 PyTree: TypeAlias = Any
 
-# What is counted in one go: small enough for int32 and for memory.
+# Entries counted at once: few enough for int32 and for memory.
 _CHUNK = 1 << 26
 
 
 def _blocks(leaf: Any):
-  """Yield a leaf in pieces; a broadcast leaf is never made whole."""
+  """Yield a leaf in pieces; a broadcast leaf is never materialised."""
   array = leaf if isinstance(leaf, np.ndarray) else np.asarray(leaf)
   if array.size <= _CHUNK or array.ndim == 0:
     yield array
@@ -80,7 +80,7 @@ def summarize_sparsity(
 
   Args:
     param_tree: tree of parameters, or of masks (`None` leaves are left out).
-    only_total_sparsity: leave out the single leaves.
+    only_total_sparsity: return the totals only, not the leaves.
     params: for packed masks, the parameters (or shapes) they belong to.
 
   Returns:
@@ -120,15 +120,14 @@ def summarize_intersection(
   mask_tree2: PyTree,
   only_total_intersection: bool = False,
 ) -> dict[str, Any]:
-  """Return what fraction of the first masks' ones the second masks share.
+  """Return the fraction of the first masks' ones that the second masks share.
 
-  Leaves without a mask in either tree count nothing. Works on packed masks
-  too, if both are.
+  Leaves without a mask in either tree are left out. Both trees may be packed.
 
   Args:
     mask_tree1: the masks whose ones are counted.
     mask_tree2: the masks they are compared with, of the same structure.
-    only_total_intersection: leave out the single leaves.
+    only_total_intersection: return the total only, not the leaves.
 
   Returns:
     `{"a/b/kernel": fraction, …, "_total_intersection": fraction}`.
@@ -183,19 +182,19 @@ def sparsity_table(
   updater: Any = None,
   opt_state: PyTree = None,
 ) -> str:
-  """Return a table of what is pruned where, for people.
+  """Return a table of the sparsity of every leaf, as text.
 
   Args:
     params: tree of parameters, or of shapes (`jax.eval_shape`'s result) to see
-      a plan before anything is allocated.
-    masks: masks, packed or not; without them `opt_state`'s, else the zeros of
-      `params` are counted.
-    updater: shows types and targets, and plans counts when there are no masks
-      and no values.
-    opt_state: the optimizer state; also shows skipped updates.
+      the targets before anything is allocated.
+    masks: masks, packed or not; by default the masks of `opt_state`, and
+      without these the zeros of `params`.
+    updater: adds sparsity types and targets, and computes counts if there are
+      neither masks nor values.
+    opt_state: the optimizer state; adds the number of skipped mask updates.
 
   Returns:
-    One line per leaf, then the totals of the prunable leaves and of all.
+    One line per leaf, then the totals of the prunable leaves and of all leaves.
 
   Example:
     >>> import jax.numpy as jnp, jaxpruner
@@ -252,7 +251,7 @@ def sparsity_table(
 
 
 def _realised(ones: int, size: int) -> tuple[str, str]:
-  """Return the last two cells of a row: sparsity, and ones of all."""
+  """Return the last two cells of a row: sparsity, and number of ones."""
   return f"{_fraction(size - ones, size):.2%}", f"{ones:,} of {size:,}"
 
 

@@ -1,5 +1,5 @@
-"""Thin bridges to frameworks, one file each, imported on use.
+"""Bridges to frameworks, one file each, imported on use.
 
-Most frameworks need none: they take `pruner.wrap_optax(tx)` where they take an
+Most frameworks need none: they accept `pruner.wrap_optax(tx)` in place of an
 Optax optimizer. The documentation's page on integrations lists both kinds.
 """

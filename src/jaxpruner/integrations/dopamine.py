@@ -18,9 +18,19 @@ import jaxpruner
 
 
 class SparseNetwork:
-  """Wrap the optimizer of any of Dopamine's JAX agents; put it first.
+  """A base class that wraps the optimizer of any JAX agent of Dopamine.
 
-  `class SparseRainbow(SparseNetwork, JaxRainbowAgent): ...` works alike.
+  List it before the agent's class, and set `self.pruner` before calling the
+  agent's `__init__`.
+
+  Attributes:
+    pruner: the updater that wraps the optimizer.
+
+  Example:
+    >>> class SparseAgent(SparseNetwork, dqn_agent.JaxDQNAgent):
+    ...   pruner = jaxpruner.NoPruning()
+    >>> SparseAgent.__mro__[1].__name__
+    'SparseNetwork'
   """
 
   pruner: Any
@@ -38,16 +48,22 @@ class SparseNetwork:
 
 @gin.configurable
 class SparseDQNAgent(SparseNetwork, dqn_agent.JaxDQNAgent):
-  """DQN with a sparse network (the paper's section 4.4).
+  """DQN with a sparse network (JaxPruner paper, section 4.4).
 
   Args:
-    num_actions: of the environment.
+    num_actions: number of actions of the environment.
     algorithm: name of a registered algorithm.
     sparsity: fraction removed.
-    total_steps: number of training updates; they pace the pruner.
+    total_steps: number of training updates; the schedule ends by then.
     dist_type: "uniform" or "erk".
-    pruner_options: any further key of the configuration.
-    options: those of `JaxDQNAgent`.
+    pruner_options: further keys of the configuration.
+    **options: options of `JaxDQNAgent`.
+
+  Example:
+    >>> gin.bind_parameter("SparseDQNAgent.sparsity", 0.75)
+    >>> gin.query_parameter("SparseDQNAgent.sparsity")
+    0.75
+    >>> gin.clear_config()
   """
 
   def __init__(
@@ -79,7 +95,23 @@ class SparseDQNAgent(SparseNetwork, dqn_agent.JaxDQNAgent):
 
 
 def create_agent(session: Any, environment: Any, summary_writer: Any = None):
-  """Return the agent, as `run_experiment.Runner(folder, create_agent)` asks."""
+  """Return the agent for an environment, configured by gin.
+
+  Pass it to Dopamine: `run_experiment.Runner(folder, create_agent)`.
+
+  Args:
+    session: unused; Dopamine passes None.
+    environment: the environment; its `action_space.n` is the number of actions.
+    summary_writer: Dopamine's writer of summaries.
+
+  Returns:
+    A `SparseDQNAgent`.
+
+  Example:
+    >>> import inspect
+    >>> list(inspect.signature(create_agent).parameters)
+    ['session', 'environment', 'summary_writer']
+  """
   del session
   actions = environment.action_space.n
   return SparseDQNAgent(actions, summary_writer=summary_writer)

@@ -1,8 +1,8 @@
 """Flower: prune on the server, send kept weights only.
 
-What travels is a list of arrays, as ever: down, the kept values of each leaf,
-its mask as bits, and its shape; up, the kept values alone, which Flower
-averages as they are.
+Messages are lists of arrays, as always in Flower. The server sends the kept
+values of each leaf, its mask as bits, and its shape. A client sends only the
+kept values, which Flower averages.
 """
 
 from typing import Any
@@ -18,7 +18,21 @@ import jaxpruner
 
 
 def receive(arrays: common.NDArrays) -> tuple[common.NDArrays, common.NDArrays]:
-  """Return the weights the server sent, and where they are kept."""
+  """Decode a message of the server.
+
+  Args:
+    arrays: per leaf the kept values, the mask as bits, and the shape.
+
+  Returns:
+    `(weights, masks)`: dense arrays with zeros where removed, and boolean
+    masks, True = kept; one of each per leaf.
+
+  Example:
+    >>> bits = np.packbits([0, 1, 1, 0])
+    >>> weights, masks = receive([np.array([5.0, 7.0]), bits, np.array([2, 2])])
+    >>> weights[0].tolist(), masks[0].tolist()
+    ([[0.0, 5.0], [7.0, 0.0]], [[False, True], [True, False]])
+  """
   weights, masks = [], []
   for values, bits, shape in zip(*[iter(arrays)] * 3, strict=True):
     mask = np.unpackbits(bits, count=int(np.prod(shape))).reshape(shape)
@@ -29,25 +43,45 @@ def receive(arrays: common.NDArrays) -> tuple[common.NDArrays, common.NDArrays]:
 
 
 def reply(weights: common.NDArrays, masks: common.NDArrays) -> common.NDArrays:
-  """Return what a client sends back: the kept values of each leaf."""
+  """Encode the message of a client: the kept values of each leaf.
+
+  Args:
+    weights: the trained weights, one array per leaf.
+    masks: the masks that `receive` returned.
+
+  Returns:
+    One array of kept values per leaf.
+
+  Example:
+    >>> reply([np.array([0.0, 5.0])], [np.array([False, True])])[0].tolist()
+    [5.0]
+  """
   return [np.asarray(w)[m] for w, m in zip(weights, masks, strict=True)]
 
 
 class SparseFedAvg(FedAvg):
   """Federated averaging with a pruner on the server.
 
-  The averaged change of the clients is the gradient of a server optimizer
-  (plain SGD at rate 1: FedAvg itself), which the pruner wraps. One round is
-  one step of its schedule. Each round's metrics report its sparsity, and the
-  bytes up and down beside those of a dense model.
+  The averaged change of the clients is the gradient of a server optimizer,
+  which the pruner wraps; SGD with learning rate 1 is FedAvg. One round is one
+  step of the pruner's schedule. The metrics of a round are its sparsity, the
+  bytes sent in both directions, and the bytes of a dense model.
 
   Args:
-    pruner: an updater that needs nothing of pruned weights.
-    params: the initial parameters, any tree; clients see its leaves in order.
-    tx: the server's optimizer.
-    checkpoints: `integrations.orbax.SparseCheckpoints`; every round is saved
-      there, and a new server goes on from the last.
-    options: those of `flwr.server.strategy.FedAvg`.
+    pruner: an updater that uses no gradients or values of removed weights.
+    params: the initial parameters, any tree; clients get its leaves in order.
+    tx: the server's optimizer; by default SGD with learning rate 1.
+    checkpoints: an `integrations.orbax.SparseCheckpoints`; every round is saved
+      there, and a new server continues after the last round.
+    **options: options of `flwr.server.strategy.FedAvg`.
+
+  Example:
+    >>> pruner = jaxpruner.create_updater_from_config(
+    ...   {"algorithm": "static_sparse", "sparsity": 0.75})
+    >>> strategy = SparseFedAvg(pruner, {"w": np.ones((4, 4), np.float32)})
+    >>> message = common.parameters_to_ndarrays(strategy.initial_parameters)
+    >>> message[0].tolist(), message[2].tolist()
+    ([1.0, 1.0, 1.0, 1.0], [4, 4])
   """
 
   def __init__(self, pruner, params: Any, tx=None, checkpoints=None, **options):

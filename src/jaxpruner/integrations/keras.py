@@ -1,7 +1,8 @@
 """Keras 3 on JAX: a pruner as the optimizer of `model.compile`.
 
-Keras keeps an optimizer's state in variables. Here they hold the leaves of the
-Optax state, masks included, so that `fit`, `save` and `load_model` carry them.
+Keras stores an optimizer's state in variables. Here the variables hold the
+leaves of the Optax state, masks included, so that `fit`, `save` and
+`load_model` preserve them.
 """
 
 import types
@@ -21,13 +22,22 @@ def _assign(variables: Any, values: Any) -> None:
 
 @keras.saving.register_keras_serializable(package="jaxpruner")
 class SparseOptimizer(keras.optimizers.Optimizer):
-  """An Optax optimizer, confined to a sparse set, for `model.compile`.
+  """An Optax optimizer wrapped by a pruner, for `model.compile`.
 
   Args:
     pruner: an updater, or the configuration of one.
     optimizer: the name of an Optax optimizer with a learning rate.
     learning_rate: a number, or a Keras schedule.
-    options: further arguments of the Optax optimizer.
+    **options: further arguments of the Optax optimizer.
+
+  Example:
+    >>> model = keras.Sequential(
+    ...   [keras.Input((4,)), keras.layers.Dense(4, use_bias=False)])
+    >>> optimizer = SparseOptimizer(
+    ...   {"algorithm": "static_sparse", "sparsity": 0.75}, "sgd", 0.1)
+    >>> optimizer.build(model.trainable_variables)
+    >>> int((model.get_weights()[0] == 0).sum())
+    12
   """
 
   def __init__(self, pruner, optimizer="adam", learning_rate=1e-3, **options):
@@ -89,7 +99,20 @@ class SparseOptimizer(keras.optimizers.Optimizer):
 
 
 class SparsityCallback(keras.callbacks.Callback):
-  """Add the sparsity of the prunable weights to the logs of each epoch."""
+  """Add the sparsity of the prunable weights to the logs of each epoch.
+
+  The model must be compiled with a `SparseOptimizer`.
+
+  Example:
+    >>> model = keras.Sequential(
+    ...   [keras.Input((4,)), keras.layers.Dense(4, use_bias=False)])
+    >>> config = {"algorithm": "static_sparse", "sparsity": 0.75}
+    >>> model.compile(SparseOptimizer(config, "sgd", 0.1), "mse")
+    >>> x = jax.numpy.ones((2, 4))
+    >>> history = model.fit(x, x, verbose=0, callbacks=[SparsityCallback()])
+    >>> history.history["sparsity"]
+    [0.75]
+  """
 
   def on_epoch_end(self, epoch, logs):
     del epoch

@@ -1,6 +1,6 @@
-"""MaxText: wrap the optimizer that its configuration asks for.
+"""MaxText: wrap the optimizer that its configuration selects.
 
-MaxText builds its optimizer in `get_optimizer` and owns the loop from there.
+MaxText builds its optimizer in `get_optimizer` and runs its own training loop.
 """
 
 import contextlib
@@ -13,11 +13,23 @@ import jaxpruner
 
 @contextlib.contextmanager
 def pruned(pruner: jaxpruner.BaseUpdater) -> Iterator[None]:
-  """Within this block MaxText trains with the pruner around its optimizer.
+  """Return a context in which MaxText's optimizers are wrapped by a pruner.
+
+  Call `train.main(["", "base.yml", "steps=1000", …])` inside it.
+
+  Args:
+    pruner: the updater.
+
+  Returns:
+    A context manager; after it, MaxText is as before.
 
   Example:
-    with pruned(pruner):
-      train.main(["", "base.yml", "steps=1000", ...])
+    >>> original = optimizers.get_optimizer
+    >>> with pruned(jaxpruner.NoPruning()):
+    ...   optimizers.get_optimizer is original
+    False
+    >>> optimizers.get_optimizer is original
+    True
   """
   original = optimizers.get_optimizer
 

@@ -2,7 +2,7 @@
 
 `jax2onnx.to_onnx` turns a JAX function into ONNX with its weights as dense
 initializers. Those with many zeros become `sparse_initializer`s: the kept
-values and their places, which runtimes expand when they load the model.
+values and their indices, which runtimes expand when they load the model.
 """
 
 from typing import Any
@@ -15,9 +15,26 @@ from onnx import helper, numpy_helper
 def sparsify(model: Any) -> Any:
   """Return the model with initializers stored sparse where that is smaller.
 
-  ONNX holds a place in 8 bytes, so a float32 weight must be more than two
-  thirds zeros. Exact: every kept bit, and +0.0 elsewhere; tensors that hold
-  -0.0 are kept as they are.
+  ONNX stores an index in 8 bytes, so a float32 weight must have more than two
+  thirds zeros. Values are stored exactly, with +0.0 elsewhere; tensors that
+  contain -0.0 stay dense.
+
+  Args:
+    model: an ONNX model, a `ModelProto`; it is not changed.
+
+  Returns:
+    A new `ModelProto`.
+
+  Example:
+    >>> weight = np.zeros((4, 4), np.float32)
+    >>> weight[0, 1] = 3.0
+    >>> graph = helper.make_graph(
+    ...   [], "g", [], [], [numpy_helper.from_array(weight, "w")])
+    >>> sparse = sparsify(helper.make_model(graph)).graph
+    >>> len(sparse.initializer), len(sparse.sparse_initializer)
+    (0, 1)
+    >>> numpy_helper.to_array(sparse.sparse_initializer[0].indices).tolist()
+    [1]
   """
   result = onnx.ModelProto()
   result.CopyFrom(model)

@@ -1,8 +1,9 @@
-"""Orbax: checkpoints that know their pruner, and leaves checked on restore.
+"""Orbax: checkpoints with the pruner's configuration, verified on restore.
 
-Orbax restores what the template asks for: `None` in the template where a mask
-was saved gives `None`, without a word. Here the leaves are listed when they
-are saved, each with a hash of its bits, and compared when they come back.
+Orbax restores only the leaves of the template: if the template has `None` where
+a mask was saved, the result has `None`, without an error. Here the leaves are
+listed when they are saved, each with a hash of its bits, and compared after
+restoring.
 """
 
 import contextlib
@@ -23,8 +24,18 @@ from jaxpruner import _fingerprint
 def fingerprint(pruner: jaxpruner.BaseUpdater) -> str:
   """Return the configuration as JSON text, the same in every process.
 
-  An updater that configuration cannot spell, since it holds a function of the
-  user's, is described field by field, functions by their source.
+  An updater without a configuration, because it holds a function of the user,
+  is described field by field, functions by their source.
+
+  Args:
+    pruner: the updater.
+
+  Returns:
+    JSON text; equal texts mean equal updaters.
+
+  Example:
+    >>> json.loads(fingerprint(jaxpruner.NoPruning()))["algorithm"]
+    'no_prune'
   """
   try:
     facts = jaxpruner.config_from_updater(pruner)
@@ -43,7 +54,7 @@ def _is_key(x: Any) -> bool:
 
 
 def _mix(h: jax.Array) -> jax.Array:
-  """Spread every bit over all; a bijection of 32-bit words."""
+  """Let every bit depend on all others; a bijection of 32-bit words."""
   for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
     h = (h ^ (h >> shift)) * jnp.uint32(factor)
   return h ^ (h >> 16)
@@ -69,10 +80,10 @@ def _words(x: Any) -> Any:
 
 @jax.jit
 def _hash(x: Any) -> jax.Array:
-  """Return two 32-bit sums over the words, each mixed with its place.
+  """Return two 32-bit sums over the words, each mixed with its index.
 
-  Integer sums wrap alike in any order: they do not depend on devices or
-  processes. One changed word always changes them.
+  Integer sums that wrap do not depend on the order of the terms, and so not on
+  devices or processes. One changed word always changes the sums.
   """
   x = _words(x)
   place = jnp.zeros((), jnp.uint32)
@@ -106,6 +117,12 @@ def _shape(leaf: Any) -> str:
 def manifest(tree: Any) -> dict[str, str]:
   """Return dtype, shape and a hash of all bits of every leaf, by path.
 
+  Args:
+    tree: any pytree of arrays and numbers.
+
+  Returns:
+    Path of the leaf -> its dtype, shape and hash, as text.
+
   Example:
     >>> import numpy as np
     >>> one, other = manifest({"w": 1.0}), manifest({"w": 1.0 + 2**-52})
@@ -134,9 +151,9 @@ def _plain(tree: Any) -> Any:
 def _placed(template: Any, params: Any) -> Any:
   """Return the template's shapes, on devices where a step can run.
 
-  `tx.init(params)` makes counts and keys on the default device, from where
-  JAX moves them as needed. Restored arrays stay where they are put, so what
-  does not lie on all devices of the parameters is repeated on each.
+  `tx.init(params)` makes counts and keys on the default device, and JAX moves
+  them as needed. Restored arrays stay on their devices, so arrays that are not
+  on all devices of the parameters are replicated on each.
   """
   found = [x.sharding for x in jax.tree.leaves(params) if _sharded(x)]
   home = max(found, key=lambda s: len(s.device_set), default=None)
@@ -168,19 +185,29 @@ def _sharded(x: Any) -> bool:
 class SparseCheckpoints(contextlib.AbstractContextManager):
   """An Orbax checkpoint manager for the parameters and state of a pruner.
 
-  Saves `(params, opt_state)` with the pruner's fingerprint and a manifest;
-  restores them onto the devices of the templates, in one process or several,
-  and refuses what was saved by another pruner or came back changed.
+  Saves `(params, opt_state)` with the pruner's fingerprint and a manifest.
+  Restores them onto the devices of the templates, in one process or several.
+  Refuses a checkpoint that another pruner saved, or whose leaves changed.
 
   Args:
-    folder: where the checkpoints are.
+    folder: the folder of the checkpoints.
     pruner: the updater whose state is saved.
-    **options: of `orbax.checkpoint.CheckpointManagerOptions`.
+    **options: options of `orbax.checkpoint.CheckpointManagerOptions`.
 
   Example:
-    with SparseCheckpoints(folder, pruner, max_to_keep=3) as checkpoints:
-      checkpoints.save(step, params, opt_state)
-      params, opt_state = checkpoints.restore(params, tx.init(params))
+    >>> import optax, tempfile
+    >>> pruner = jaxpruner.create_updater_from_config(
+    ...   {"algorithm": "static_sparse", "sparsity": 0.75})
+    >>> params = {"w": jnp.ones((4, 4))}
+    >>> tx = pruner.wrap_optax(optax.sgd(0.1))
+    >>> opt_state = tx.init(params)
+    >>> folder = tempfile.mkdtemp()
+    >>> with SparseCheckpoints(folder, pruner, max_to_keep=3) as checkpoints:
+    ...   checkpoints.save(1, params, opt_state)
+    ...   params, opt_state = checkpoints.restore(params, tx.init(params))
+    True
+    >>> int(jaxpruner.find_state(opt_state).masks["w"].sum())
+    4
   """
 
   def __init__(self, folder: Any, pruner: jaxpruner.BaseUpdater, **options):
@@ -201,7 +228,16 @@ class SparseCheckpoints(contextlib.AbstractContextManager):
     self.manager.close()
 
   def save(self, step: int, params: Any, opt_state: Any) -> bool:
-    """Save a step; return whether the manager's options let it."""
+    """Save the parameters and the state of a step.
+
+    Args:
+      step: the number of the checkpoint.
+      params: the parameters.
+      opt_state: the optimizer state, masks included.
+
+    Returns:
+      Whether it was saved; the manager's options may skip a step.
+    """
     tree = {"params": params, "opt_state": opt_state}
     about = {"pruner": fingerprint(self.pruner), "leaves": manifest(tree)}
     args = ocp.args.StandardSave(_plain(tree))
@@ -214,10 +250,13 @@ class SparseCheckpoints(contextlib.AbstractContextManager):
 
     Args:
       params: a template: parameters, or their shapes with shardings, on any
-        mesh, whatever mesh they were saved from.
-      opt_state: a template: `tx.init(params)`. What it holds elsewhere than
-        on the parameters' devices is repeated on each of them.
-      step: which checkpoint.
+        mesh, also on another mesh than they were saved from.
+      opt_state: a template: `tx.init(params)`. Arrays that are not on the
+        parameters' devices are replicated on each of them.
+      step: the number of the checkpoint.
+
+    Returns:
+      The restored `(params, opt_state)`.
 
     Raises:
       ValueError: another pruner saved it, the templates do not fit, or it is
@@ -253,11 +292,11 @@ class SparseCheckpoints(contextlib.AbstractContextManager):
 
   def _cure(self, step: int) -> str:
     others = [s for s in self.manager.all_steps() if s != step]
-    return f"restore an earlier step (there are {others}) or save anew"
+    return f"restore an earlier step (there are {others}) or save again"
 
   @contextlib.contextmanager
   def _explained(self, step: int):
-    """Tell damage in words; what Orbax raised stays as the cause."""
+    """Raise a readable error; the error of Orbax stays as its cause."""
     try:
       yield
     except MemoryError:
@@ -270,7 +309,7 @@ class SparseCheckpoints(contextlib.AbstractContextManager):
       ) from error
 
   def _read_manifest(self, step: int) -> dict[str, str]:
-    """Return the list of leaves, if this very pruner saved them."""
+    """Return the list of leaves, if the same pruner saved them."""
     with self._explained(step):
       about = self.manager.metadata(step).custom_metadata
     about = about if isinstance(about, dict) else {}
@@ -293,7 +332,7 @@ class SparseCheckpoints(contextlib.AbstractContextManager):
   def _check_template(
     self, step: int, template: Any, leaves: dict[str, str]
   ) -> None:
-    """Refuse templates whose paths, shapes or dtypes are not those saved."""
+    """Refuse templates with other paths, shapes or dtypes than those saved."""
     flat = jax.tree_util.tree_flatten_with_path(template)[0]
     mine = {jax.tree_util.keystr(path): _shape(leaf) for path, leaf in flat}
     theirs = {path: text.rpartition(" ")[0] for path, text in leaves.items()}

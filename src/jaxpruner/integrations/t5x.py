@@ -21,9 +21,26 @@ import jaxpruner
 def sparse_optimizer(
   tx: optax.GradientTransformation, pruner_config: Any
 ) -> Any:
-  """Return t5x's `OptaxWrapper` around a pruner's transformation.
+  """Return t5x's `OptaxWrapper` of a transformation wrapped by a pruner.
 
-  The wrapper applies updates itself and checkpoints the whole Optax state.
+  `OptaxWrapper` applies the updates and saves the whole Optax state in
+  checkpoints.
+
+  Args:
+    tx: the dense optimizer.
+    pruner_config: a configuration for `create_updater_from_config`.
+
+  Returns:
+    The optimizer definition for t5x's trainer.
+
+  Example:
+    >>> import numpy as np
+    >>> definition = sparse_optimizer(
+    ...   optax.sgd(0.1), {"algorithm": "static_sparse", "sparsity": 0.75})
+    >>> state = definition.init_state({"kernel": np.ones((4, 4), np.float32)})
+    >>> masks = jaxpruner.find_state(state.param_states).masks
+    >>> int(masks["kernel"].sum())
+    4
   """
   from t5x import optimizers
 

@@ -1,4 +1,4 @@
-"""Where a traced function multiplies activations by weights.
+"""Find the products of activations and weights in a traced function.
 
 A weight is followed from its place in the parameter tree through casts,
 transposes, reshapes and slices into products; nothing depends on the class of
@@ -49,7 +49,7 @@ class View(NamedTuple):
     )
 
   def indices(self, shape: Sequence[int]) -> np.ndarray:
-    """Return which element of the parameter each element is."""
+    """Return, for each element, its index in the flat parameter."""
     at: Any = np.arange(math.prod(shape), dtype=np.int32).reshape(shape)
     for node, output in self.chain:
       if node.name not in CASTS:  # an index has no fraction to round
@@ -59,7 +59,7 @@ class View(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Site:
-  """A place where activations meet a weight, and how to lay them out."""
+  """A product of activations and a weight, with the activations' layout."""
 
   x: Var
   kind: str
@@ -111,7 +111,7 @@ class Graph:
   parts: list[Part]
   norms: list[Norm]
   other: dict[int, set[str]]  # leaf -> operations that forbid pruning it
-  moving: set[Var]  # what depends on the batch
+  moving: set[Var]  # variables that depend on the batch
   position: dict[Site, int]  # the first operation that reads it
 
 

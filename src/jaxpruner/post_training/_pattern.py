@@ -1,4 +1,4 @@
-"""Sparsity types as they look on a weight laid out as (inputs, outputs)."""
+"""Sparsity types of a weight in the layout (inputs, outputs)."""
 
 import dataclasses
 from typing import Any
@@ -13,14 +13,14 @@ from jaxpruner.sparsity_types import Block, NByM, SparsityType, Unstructured
 
 @dataclasses.dataclass(frozen=True)
 class Pattern:
-  """What a mask of an (inputs, outputs) matrix may look like.
+  """The sparsity type of an (inputs, outputs) matrix.
 
-  A solver that only ranks scores needs `mask`. One that removes weights one
-  after another asks `n` and `m`, or `block`, and refuses other kinds with
+  A solver that only ranks scores needs `mask`. A solver that removes weights
+  one after another reads `n` and `m`, or `block`, and rejects other types with
   `refuse_other`.
 
   Attributes:
-    kind: the sparsity type, as `SparsityType.on_matrix` returned it.
+    kind: the sparsity type that `SparsityType.on_matrix` returned.
 
   Example:
     >>> import jax.numpy as jnp
@@ -43,7 +43,7 @@ class Pattern:
 
   @property
   def block(self) -> tuple[int, int] | None:
-    """Inputs × outputs kept or removed whole; None if not of blocks."""
+    """Height and width of blocks (inputs × outputs); None for other types."""
     return self.kind.block_shape if type(self.kind) is Block else None
 
   def refuse_other(self, solver: str, *kinds: type[SparsityType]) -> None:
@@ -86,7 +86,7 @@ FREE = Pattern()  # single weights, anywhere
 def of(
   kind: Any, indices: np.ndarray, shape: tuple[int, ...], run: int, name: str
 ) -> Pattern:
-  """Return a sparsity type as it looks on a weight of a given layout.
+  """Return the pattern of a sparsity type on a weight of a given layout.
 
   Args:
     kind: a sparsity type with `on_matrix`.
@@ -114,7 +114,7 @@ def of(
 
 
 def _axes(indices: np.ndarray, shape: tuple) -> tuple[int, int] | None:
-  """Return which of the leaf's last two axes inputs and outputs lie on."""
+  """Return the axes of inputs and outputs among the leaf's last two axes."""
   if len(shape) < 2:
     return None
   # A step along an axis of the matrix tells which axis of the leaf it is.
@@ -138,7 +138,7 @@ def panel_units(
 
 
 def units(pattern: Pattern, shape: tuple[int, int]) -> int:
-  """Return among how many units of a panel the choice is made."""
+  """Return the number of units of a panel that a mask chooses from."""
   if pattern.m:  # chosen group by group, counted as single weights
     return shape[0] * shape[1]
   return pattern.kind.units(shape)

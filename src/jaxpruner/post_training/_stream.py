@@ -65,7 +65,7 @@ class _Spool:
         np.asarray(value).tofile(file)
 
   def turn(self, batches: int, live: list[Var]) -> None:
-    """Make what was written the current state of every batch."""
+    """Make the written arrays the current state of every batch."""
     for batch in range(batches):
       (self._folder / f"next-{batch}").replace(self._folder / f"now-{batch}")
     self._vars, self.batches = live, batches
@@ -82,7 +82,7 @@ class _Spool:
 
 
 class Stream:
-  """A program on its way through all batches.
+  """The execution of a program over all batches, piece by piece.
 
   Args:
     graph: the program and its products.
@@ -116,7 +116,7 @@ class Stream:
     return [*sites, *cut.norms]
 
   def _liveness(self) -> list[tuple[list[Node], list[Var]]]:
-    """Return, per cut, the operations up to it and what is live there."""
+    """Return, per cut, the operations up to it and its live variables."""
     result: list[Any] = [None] * len(self._cuts)
     live: dict[Var, None] = {}
     moving = self._graph.moving
@@ -257,7 +257,7 @@ class Stream:
 
 
 def _step(piece: Program, sites, gram: bool, live, held, means, sums):
-  """Run one piece on one batch: what is live after it, and the new sums."""
+  """Run one piece on one batch; return the live arrays and the new sums."""
   values = program.run(piece, [*live, *held])
   after = len(values) - len(sites)
   shifts = iter(means)

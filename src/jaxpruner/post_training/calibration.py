@@ -1,4 +1,4 @@
-"""Statistics of the activations that meet each weight of a function."""
+"""Statistics of the activations that each weight of a function multiplies."""
 
 import dataclasses
 import functools
@@ -21,15 +21,26 @@ FilterFn: TypeAlias = Callable[[_leaves.Names, Any], bool]
 
 @dataclasses.dataclass(frozen=True)
 class Statistics:
-  """What was seen of the inputs of a weight, all in float32.
+  """Moments of the inputs of a weight on the calibration data, in float32.
 
-  The first axis holds groups: experts, or groups of a convolution; else 1.
+  The first axis of each array holds groups: experts, or groups of a
+  convolution; otherwise its length is 1.
+
+  Attributes:
+    count: number of input vectors.
+    mean: E[x], (groups, inputs).
+    square: E[x²], (groups, inputs).
+    gram: E[x xᵀ], (groups, inputs, inputs); None if it was not collected.
+
+  Example:
+    >>> Statistics(2, jnp.array([[1.0]]), jnp.array([[9.0]])).norm.tolist()
+    [[3.0]]
   """
 
   count: int
-  mean: Any  # (groups, inputs): E[x]
-  square: Any  # (groups, inputs): E[x²]
-  gram: Any = None  # (groups, inputs, inputs): E[x xᵀ]
+  mean: Any
+  square: Any
+  gram: Any = None
 
   @property
   def norm(self) -> Any:
@@ -38,13 +49,13 @@ class Statistics:
 
 
 class Model:
-  """A function traced with its parameters, ready to be streamed through.
+  """A function traced with its parameters; batches are streamed through it.
 
   Args:
     apply_fn: `apply_fn(params, batch)`.
-    params: its parameters: any tree; leaves that are no arrays stay fixed.
+    params: its parameters, any tree; leaves that are not arrays are constants.
     batches: an iterable of batches of equal shapes, read once.
-    filter_fn: the leaves that count.
+    filter_fn: `(names, param) -> bool`, the leaves to calibrate.
     mesh: spread batches over this mesh's `data_axis`.
     data_axis: the name of that axis.
   """
@@ -99,7 +110,7 @@ class Model:
     )
 
   def _reasons(self, chosen: list[int]) -> dict[str, str]:
-    """Say why leaves that `filter_fn` takes are not pruned."""
+    """Return the reason for each leaf of `filter_fn` that is not pruned."""
     found = {part.leaf for part in self.graph.parts}
     reasons: dict[str, str] = {}
     for i in chosen:
@@ -114,7 +125,7 @@ class Model:
     return _leaves.join(self.names[leaf])
 
   def tree(self, leaves: list[Any], rest: Any = ...) -> Any:
-    """Return a tree like params with these arrays in it."""
+    """Return a tree like params with these arrays as leaves."""
     every = list(self._all) if rest is ... else [rest] * len(self._all)
     for i, leaf in zip(self.places, leaves, strict=True):
       every[i] = leaf
@@ -122,7 +133,7 @@ class Model:
 
   def place(self, x: Any, spread: bool) -> Any:
     """Put an array on its devices."""
-    if self._mesh is None:  # what stays is copied once, not once per batch
+    if self._mesh is None:  # constants are copied once, not once per batch
       return x if spread else jnp.asarray(x)
     mesh = jax.sharding.Mesh(self._mesh.devices, self._mesh.axis_names)
     spec = jax.sharding.PartitionSpec()
@@ -159,7 +170,7 @@ def statistics(part: _graph.Part, sums: dict[Any, Any]) -> Statistics:
 
 
 def _local(x: jax.Array) -> jax.Array:
-  """Bring statistics gathered on a mesh to the device that solves layers."""
+  """Copy statistics from a mesh to the device that prunes the layers."""
   return x if len(x.devices()) == 1 else jnp.asarray(np.asarray(x))
 
 
@@ -175,9 +186,9 @@ def calibrate(
 ) -> dict[str, list[Statistics]]:
   """Collect, for each weight, statistics of the inputs it is multiplied by.
 
-  The function is traced, so that a weight is known by its path in the tree,
-  whatever module or framework holds it. Activations wait in temporary files
-  while the function runs piece by piece; in memory are one batch and the
+  The function is traced, so that a weight is identified by its path in the
+  tree, in any framework. The function runs in parts, and activations between
+  the parts are stored in temporary files; memory holds one batch and the
   statistics.
 
   Args:
@@ -185,7 +196,7 @@ def calibrate(
     params: its parameters.
     batches: an iterable of batches of equal shapes, read once.
     gram: also collect E[x xᵀ], inputs² numbers per weight.
-    filter_fn: `(names, param) -> bool`, the leaves that count.
+    filter_fn: `(names, param) -> bool`, the leaves to calibrate.
     mesh: spread batches over this mesh's `data_axis`.
     data_axis: the name of that axis.
 

@@ -1,4 +1,4 @@
-"""Texts to calibrate on and to be judged by, of several kinds."""
+"""Texts of several kinds for calibration and evaluation."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,7 +11,7 @@ from jaxpruner.post_training import evaluation
 def mixed(
   texts: Sequence[str], encode: Callable[[str], Any], length: int, rows: int
 ) -> np.ndarray:
-  """Return token windows taken from each text in turn, as many as asked for.
+  """Return windows of tokens, taken from the texts in rotation.
 
   Args:
     texts: one long text per kind.

@@ -1,4 +1,4 @@
-"""How good a model is: perplexity on text, accuracy on pictures."""
+"""The quality of a model: perplexity on text, accuracy on images."""
 
 import functools
 import math
@@ -11,7 +11,7 @@ import numpy as np
 
 
 def windows(tokens: Iterable[int], length: int) -> np.ndarray:
-  """Cut tokens into rows of equal length; a rest is dropped."""
+  """Divide tokens into rows of equal length; a shorter last row is dropped."""
   ids = np.asarray(list(tokens), np.int32)
   rows = len(ids) // length
   if not rows:

@@ -1,4 +1,4 @@
-"""Train a pruned model on, under any Optax optimizer."""
+"""Continue to train a pruned model with any Optax optimizer."""
 
 from typing import Any
 
@@ -13,12 +13,16 @@ def hold_masks(
 ) -> optax.GradientTransformationExtraArgs:
   """Wrap an optimizer so that pruned weights stay exactly +0.0.
 
-  The inner optimizer sees no gradient of a pruned weight; the update of such a
-  weight is minus the weight, whatever it holds.
+  The inner optimizer gets a zero gradient for each pruned weight, and the
+  update of a pruned weight is minus its value.
 
   Args:
     tx: any Optax optimizer.
-    masks: as `prune` returns them; leaves without one train freely.
+    masks: the masks that `prune` returned; leaves without a mask are trained
+      without constraint.
+
+  Returns:
+    The transformation; its `update` needs `params`.
 
   Example:
     >>> import jax.numpy as jnp, optax

@@ -1,4 +1,4 @@
-"""Low-rank fine-tuning of a pruned model that stays as sparse as it is."""
+"""Low-rank fine-tuning of a pruned model that keeps its sparsity."""
 
 from typing import Any
 
@@ -10,20 +10,20 @@ from jaxpruner._state import apply_mask
 
 
 def add_lora(params: Any, masks: Any, rank: int, key: jax.Array) -> Any:
-  """Return trainable factors for the pruned weights.
+  """Return trainable low-rank factors for the pruned weights.
 
-  A weight seen as (rest, last axis) gets `a` (rest, rank), random, and `b`
-  (rank, last), zero: training starts from the pruned model itself (Hu et al.,
-  "LoRA", 2021).
+  A weight reshaped to (rest, last axis) gets the factors `a` (rest, rank),
+  random, and `b` (rank, last), zero: training starts from the pruned model (Hu
+  et al., "LoRA", 2021).
 
   Args:
     params: the pruned parameters.
-    masks: their masks; leaves without one get no factors.
+    masks: their masks; leaves without a mask get no factors.
     rank: columns of `a`.
-    key: for `a`.
+    key: PRNG key for `a`.
 
   Returns:
-    Path -> {"a", "b"}; the parameters to train.
+    Path of the leaf -> {"a", "b"}: the parameters to train.
 
   Example:
     >>> import jax, jax.numpy as jnp
@@ -54,10 +54,10 @@ def add_lora(params: Any, masks: Any, rank: int, key: jax.Array) -> Any:
 
 
 def apply_lora(params: Any, masks: Any, factors: Any) -> Any:
-  """Return the parameters the forward pass sees: mask ∘ (w + a b).
+  """Return the parameters for the forward pass: mask ∘ (w + a b).
 
-  Differentiate a loss of this with respect to `factors`. The product is masked
-  before it meets the weight, so what is trained is what `merge_lora` keeps.
+  Differentiate a loss of this with respect to `factors`. The result is masked,
+  so the trained function is the function that `merge_lora` returns.
 
   Args:
     params: the pruned parameters.
@@ -86,7 +86,7 @@ def apply_lora(params: Any, masks: Any, factors: Any) -> Any:
 
 
 def merge_lora(params: Any, masks: Any, factors: Any) -> Any:
-  """Fold trained factors into the weights; pruned ones stay exactly +0.0.
+  """Add trained factors to the weights; pruned ones stay exactly +0.0.
 
   Args:
     params: the pruned parameters.
@@ -94,7 +94,7 @@ def merge_lora(params: Any, masks: Any, factors: Any) -> Any:
     factors: the trained factors.
 
   Returns:
-    Parameters of the same structure, as sparse as before.
+    Parameters of the same structure and the same sparsity.
 
   Example:
     >>> import jax, jax.numpy as jnp

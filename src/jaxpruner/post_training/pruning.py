@@ -55,14 +55,16 @@ def prune(
 ) -> tuple[Any, Any, PruneReport]:
   """Prune a trained model on a few batches of data, without training.
 
-  `apply_fn` is traced once; each weight that multiplies activations is pruned
-  when the data reaches it, and the data moves on through the pruned weights.
-  One forward pass in all; in memory are the parameters in use, one batch and
-  the statistics of one layer.
+  `apply_fn` is traced once. Layers are pruned in the order of the forward pass:
+  each weight that multiplies activations is pruned on its inputs, and the
+  following layers get the outputs of the pruned weight. This takes one forward
+  pass; memory holds the parameters in use, one batch and the statistics of one
+  layer.
 
   Args:
     apply_fn: `apply_fn(params, batch)`, from any framework.
-    params: its parameters; tables of normalisations included, for `refit`.
+    params: its parameters; for `refit` also the statistics of
+      normalisations.
     batches: an iterable of batches of equal shapes, read once.
     method: "magnitude"; "wanda", |w| ‖x‖ per output; "sparsegpt", which edits
       the kept weights; "obc", exact greedy removal for small layers; "alps",
@@ -70,28 +72,29 @@ def prune(
       `register_solver`; or a solver itself, see `Solver`.
     sparsity: fraction removed; an N:M type implies it.
     sparsity_type: Unstructured, NByM, Block, another type with `on_matrix`, or
-      their spelling ("2:4", "4x4"). N:M groups run along the inputs, which the
-      trace knows, whatever `axis`.
+      their text form ("2:4", "4x4"). N:M groups always run along the inputs,
+      which are known from the trace; `axis` is ignored.
     filter_fn: `(names, param) -> bool`, the leaves to prune.
-    custom_sparsity_map: exact path or glob to the sparsity of these leaves,
+    custom_sparsity_map: exact path or glob -> the sparsity of these leaves,
       None to keep them dense.
-    allocation: "uniform", "erk", "owl" (layers with more outliers less), or a
-      name given to `jaxpruner.register_distribution`.
-    sequential: later layers see what the pruned earlier ones give them; False
-      calibrates all on the dense model.
-    refine: conjugate-gradient steps that re-fit kept weights, mask fixed.
-    refit: add to each bias what pruning took from the mean of the output, and
-      measure the running statistics of batch normalisations anew.
+    allocation: "uniform", "erk", "owl" (layers with more outliers are pruned
+      less), or a name given to `jaxpruner.register_distribution`.
+    sequential: calibrate later layers on the outputs of pruned earlier layers;
+      False calibrates all layers on the dense model.
+    refine: conjugate-gradient steps that re-fit the kept weights under the
+      fixed mask.
+    refit: correct each bias for the change of the mean output, and measure the
+      running statistics of batch normalisations again.
     damping: fraction of the mean diagonal added to the second moments.
     block_size: inputs per panel of SparseGPT.
     mesh: spread batches over this mesh's `data_axis`.
     data_axis: the name of that axis.
-    donate: let pruned weights take the memory of those in `params`, which must
-      not be used afterwards: one model in memory instead of two.
-    folder: keep finished layers here; the same call continues after them,
-      and one with another function, data, method, version or setting of JAX
-      is refused with what differs.
-    progress: called with (layers done, layers in all, name).
+    donate: reuse the memory of `params` for the pruned weights; `params` must
+      not be used afterwards. Memory holds one model instead of two.
+    folder: store finished layers here; the same call continues after them. A
+      call with another function, data, method, version or setting of JAX is
+      refused, and the error names the difference.
+    progress: called with (layers done, number of layers, name).
 
   Returns:
     `(params, masks, report)`. Masks are uint8, 1 = kept, None where dense.
@@ -208,7 +211,7 @@ class _Job:
     return _pattern.of(self._kind, at, leaf.shape, part.run_length, name)
 
   def keep(self, folder: pathlib.Path) -> None:
-    """Keep finished layers in a folder, of this very job only."""
+    """Store finished layers in a folder that belongs to this job only."""
     folder.mkdir(parents=True, exist_ok=True)
     model = self._model
     facts = {
@@ -369,7 +372,7 @@ class _Job:
 
 
 def _claim(folder: pathlib.Path, facts: dict[str, Any]) -> str:
-  """Store what a job is made of, or refuse a folder of another job.
+  """Store the description of a job, or refuse a folder of another job.
 
   Returns:
     A name for the job, which its layers carry.

@@ -1,4 +1,4 @@
-"""Prune one weight, given what is known of its inputs."""
+"""Prune one weight, given the statistics of its inputs."""
 
 import dataclasses
 from collections.abc import Callable
@@ -35,7 +35,7 @@ class Settings:
 
   @property
   def solver(self) -> Solver:
-    """The solver that `method` names or is."""
+    """The solver: `method` itself, or the registered one of this name."""
     if isinstance(self.method, Solver):
       return self.method
     if callable(self.method):
@@ -44,7 +44,7 @@ class Settings:
 
   @property
   def needs(self) -> str:
-    """The statistics that solver and refinement live on."""
+    """The statistics that the solver and the refinement need."""
     return NEEDS[-1] if self.refine else self.solver.needs
 
   def as_dict(self) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""Sparse models that really are smaller and faster.
+"""Sparse models with smaller storage and faster products.
 
 Names are imported on first use: `import jaxpruner` stays light, and a missing
-extra (numba) is felt only by the name that needs it.
+extra (numba) matters only to the names that need it.
 """
 
 from jaxpruner import _on_use

@@ -28,7 +28,7 @@ _one, _few = _simd.expand(1), _simd.expand(ROWS)
 
 
 def scratch_size(batch: int, rows: int, cols: int) -> int:
-  """Return how many floats the kernel wants from XLA: none to speak of."""
+  """Return how many floats of scratch memory the kernel needs: one."""
   del batch, rows, cols
   return 1
 

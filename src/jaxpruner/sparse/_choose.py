@@ -1,4 +1,4 @@
-"""Which format for which weight: a short list by structure, then a stopwatch.
+"""The choice of a format for a weight: candidates by structure, then timing.
 
 Structure decides what is worth trying; the time of the very product the model
 runs, on this machine, at the traced batch, decides what is kept. Timings are
@@ -41,12 +41,12 @@ _MAX_CACHE = 1 << 26  # bytes of a file of timings that are read
 def measure(
   thunks: Mapping[str, Callable[[], Any]], budget: float = 0.2
 ) -> dict[str, float]:
-  """Return the seconds each thunk takes undisturbed.
+  """Return the seconds that each thunk takes without disturbance.
 
-  They run in turns, because a machine that slows down for a moment should slow
-  down all; and of each the fastest tenth counts, because some take several
-  times as long when a thread is late, at times for most of a measurement: what
-  replaces dense must beat it at its best.
+  The thunks run interleaved, so that a short slowdown of the machine affects
+  all of them. The fastest tenth of each thunk's runs counts, because a late
+  thread can make a run several times as long, sometimes for most of a
+  measurement: a sparse format must beat the best time of dense.
   """
   for thunk in thunks.values():
     jax.block_until_ready(thunk())
@@ -55,7 +55,7 @@ def measure(
   turns = 0
   while True:
     spent = time.perf_counter() - start
-    # What takes microseconds is repeated for longer than a disturbance lasts.
+    # Thunks of microseconds are repeated for longer than a disturbance lasts.
     if turns >= 5 and (spent >= budget or (turns > 100 and spent >= LEAST)):
       break
     turns += 1
@@ -118,7 +118,7 @@ def pack(
 
 
 def key(leaf: Any, kept: np.ndarray, use: Any, tried: Mapping[str, Any]) -> str:
-  """Name a measurement by all that its outcome depends on."""
+  """Return the cache key of a measurement: all that its result depends on."""
   parts = (
     _machine(), use.operation, use.contract, use.x.shape, str(use.x.dtype),
     leaf.shape, str(leaf.dtype), use.stacked, round(float(kept.mean()), 2),
@@ -163,7 +163,7 @@ class Timings:
     return times if times is not None and set(times) == set(names) else None
 
   def save(self) -> None:
-    """Write the file in one piece, or not at all."""
+    """Write the file atomically."""
     if self.path is None:
       return
     with contextlib.suppress(OSError):
@@ -178,7 +178,7 @@ def _are_times(value: Any) -> bool:
 
 
 def default_cache() -> pathlib.Path:
-  """Return where timings are kept: $JAXPRUNER_CACHE_DIR or ~/.cache."""
+  """Return the file of timings, in $JAXPRUNER_CACHE_DIR or ~/.cache."""
   base = os.environ.get("JAXPRUNER_CACHE_DIR")
   if base is None:
     home = os.environ.get("XDG_CACHE_HOME", "~/.cache")

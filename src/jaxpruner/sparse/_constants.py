@@ -1,8 +1,8 @@
-"""What a program's arrays hold whatever its input.
+"""Slices of a program's arrays that are constant for every input.
 
-For each dim of each array: at which indices is the slice one known number, and
-which? Masked channels are zero there; a bias and an activation turn the zero
-into another constant; a mask on the far side makes it zero again.
+For each dim of each array: the indices at which the slice is one known number,
+and the number. Masked channels are zero; a bias and an activation turn the zero
+into another constant; a mask of the next layer makes it zero again.
 """
 
 import math
@@ -17,12 +17,12 @@ from jaxpruner.program import Node, Program, Var
 from jaxpruner.program.primitives import ELEMENTWISE, PRODUCTS, RESHAPES
 from jaxpruner.sparse._dims import Dim, Dims, outer_axes, resolve
 
-# Operations whose result is the same array, relaid or cast.
+# Operations whose result is the same array, reordered or cast.
 RELAID = RESHAPES | {"convert_element_type"}
 
 
 class Known(NamedTuple):
-  """Where along a dim slices are one number, and the numbers."""
+  """The indices of a dim whose slices are one known number, and the numbers."""
 
   where: np.ndarray
   value: np.ndarray
@@ -106,7 +106,7 @@ class Constants:
     return (rows == 0).all(1)
 
   def at(self, var: Var, dim: Dim) -> Known:
-    """Return what is known of an array along a dim."""
+    """Return the known slices of an array along a dim."""
     if var in self._uniform:
       value = np.full(dim.size, self._uniform[var])
       return Known(np.ones(dim.size, np.bool_), value)
@@ -165,7 +165,7 @@ class Constants:
           self._known.setdefault(out, {})[dim] = result
 
   def _moved(self, node: Node, dim: Dim) -> Known | None:
-    """Return what is known of an operation's results along a dim."""
+    """Return the known slices of an operation's results along a dim."""
     if node.name in PRODUCTS:
       sides = zip(node.inputs, outer_axes(node), strict=True)
       zero = [self.zero(v, axes, dim) for v, axes in sides]
@@ -196,13 +196,13 @@ _SUMS = frozenset(("reduce_sum", "reduce_window_sum", "cumsum"))
 
 
 def _agreed(parts: list[Known]) -> Known:
-  """Return what is known and equal in all parts."""
+  """Return the slices that are known and equal in all parts."""
   same = [k.where & (k.value == parts[0].value) for k in parts]
   return Known(np.logical_and.reduce(same), parts[0].value)
 
 
 def _short_circuit(node: Node, known: list[Known]) -> Known:
-  """Return what follows from some operands alone: 0·x, 0/x, equal cases."""
+  """Return the slices known from some operands alone: 0·x, 0/x, equal cases."""
   size = known[0].where.size
   if node.name == "mul":
     return Known(known[0].zero | known[1].zero, np.zeros(size))
@@ -214,7 +214,7 @@ def _short_circuit(node: Node, known: list[Known]) -> Known:
 
 
 def _terms(node: Node) -> int | None:
-  """Return how many equal numbers a sum adds; None if not always as many."""
+  """Return how many equal numbers a sum adds; None if the count varies."""
   if node.name == "reduce_sum":
     shape = node.inputs[0].shape
     return math.prod(shape[i] for i in node.params["axes"])

@@ -213,7 +213,7 @@ def _segments(
 ) -> None:
   """Read an axis of equal parts (fused projections) as parts x position.
 
-  The positions of all parts become one dim: what goes from one goes from all.
+  The positions of all parts become one dim: an index is removed from all parts.
   """
   sizes = {part.shape[i] for part in parts}
   if len(sizes) > 1 or whole.shape[i] % max(*sizes, 1):

@@ -1,4 +1,4 @@
-"""Where the constant of a removed index goes: into a bias that follows."""
+"""Add the constant of a removed index to a following bias."""
 
 from collections.abc import Collection
 from typing import Any
@@ -44,14 +44,14 @@ class BiasFolding:
     return None
 
   def constant(self, total: Sum, dim: Dim) -> np.ndarray:
-    """Tell at which indices a sum gains a constant that can be computed."""
+    """Return the indices whose term in a sum is a computable constant."""
     sides = self._sides(total)
     if sides is None:
       return np.zeros(dim.size, np.bool_)
     return self._known.at(total.node.inputs[sides[0]], dim).where.copy()
 
   def delta(self, total: Sum, dim: Dim, gone: np.ndarray) -> np.ndarray:
-    """Return what the removed indices add, of the output's rank."""
+    """Return the sum over the removed indices, with the output's rank."""
     node = total.node
     sides = self._sides(total)
     assert sides is not None

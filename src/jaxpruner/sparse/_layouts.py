@@ -1,4 +1,4 @@
-"""How a sparse tensor lies in a file, and one tensor at a time in and out.
+"""The layouts of sparse tensors in a file; reads and writes single tensors.
 
 `packed`: one bit per weight and the kept values, described and hashed in the
 metadata. `sparse-bitmask`: the layout of compressed-tensors, row by row.
@@ -26,7 +26,7 @@ _CHUNK = 1 << 17  # elements decoded at once: mask and indices stay in cache
 
 
 class Tensor(NamedTuple):
-  """A tensor of a model file, whatever its layout."""
+  """A tensor of a model file of any layout."""
 
   name: str
   path: tuple[str | int, ...]
@@ -36,7 +36,7 @@ class Tensor(NamedTuple):
   masked: bool = False  # a mask was saved, not only zeros
   stored_bytes: int = 0
   sha256: str = ""
-  prefix: str = ""  # what the parts of a sparse-bitmask are named after
+  prefix: str = ""  # common prefix of the parts of a sparse-bitmask
 
   @property
   def size(self) -> int:
@@ -376,9 +376,9 @@ def write(
     tensors: name, path, dtype and shape of each tensor.
     read: returns a tensor and its mask (or None) by name.
     layout: "packed", "dense" or "sparse-bitmask".
-    metadata: what else to keep: JSON values, or strings only outside
-      "packed".
-    progress: yields the tensors it is given, and may tell about it.
+    metadata: further values to store: JSON values in "packed", strings in the
+      other layouts.
+    progress: yields the tensors it is given, and may display progress.
   """
   if layout not in LAYOUTS:
     raise ValueError(f"layout={layout!r} is not one of {LAYOUTS}")

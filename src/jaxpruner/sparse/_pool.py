@@ -54,7 +54,7 @@ _yield = _external("sched_yield", types.int32)
 
 @intrinsic
 def atomic_add(_, address, value):
-  """Add to an int64 shared between threads; return what it was."""
+  """Add to an int64 shared between threads; return the previous value."""
 
   def emit(context, b, signature, args):
     pointer = b.inttoptr(args[0], I64.as_pointer())

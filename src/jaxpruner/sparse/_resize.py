@@ -22,7 +22,7 @@ class Resized:
     program: the operations, at their old sizes.
     dims: the dims of its arrays.
     keep: the indices that stay, for the dims that lose some.
-    baked: what to add to an operation's result, at its old size.
+    baked: constants to add to an operation's result, at its old size.
   """
 
   program: Program

@@ -291,7 +291,7 @@ _RULES: dict[str, Callable[..., list[Any] | None]] = {
 
 
 def _decoded(reason: str, value: Any) -> Any:
-  """Return a dense value; a recorder notes what forced it."""
+  """Return a dense value; a recorder notes the operation that needs it."""
   if isinstance(value, Recorder):
     value.record(reason)
   return value.todense() if _is_sparse(value) else value

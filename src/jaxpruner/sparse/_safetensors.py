@@ -70,7 +70,7 @@ class FileFormatError(ValueError):
 
 
 class Entry(NamedTuple):
-  """Where one stored tensor lies, relative to the end of the header."""
+  """The position of a stored tensor, relative to the end of the header."""
 
   dtype: np.dtype
   shape: tuple[int, ...]
@@ -287,7 +287,7 @@ class Reader:
 def header_digest(
   entries: Mapping[str, Entry], metadata: Mapping[str, str]
 ) -> str:
-  """Return the SHA-256 of a header's content, whatever its spelling."""
+  """Return the SHA-256 of a header's content, independent of JSON style."""
   rows = [
     [name, DTYPE_NAMES[e.dtype], *e.shape, e.begin, e.end]
     for name, e in entries.items()
@@ -314,11 +314,11 @@ def _header(entries: Mapping[str, Entry], metadata: Mapping[str, str]) -> bytes:
 class Writer:
   """Stream tensors into a file that appears at `path` only when complete.
 
-  The header stands first but is known last, so room for the largest it can
-  become is reserved and the rest padded with spaces, as the format allows.
+  The header comes first in the file but is known last. Space for the largest
+  possible header is reserved and padded with spaces, as the format allows.
 
   Args:
-    path: where the file appears; what was there stays until then.
+    path: the file; an existing file is replaced only at the end.
     largest: dtype and largest shape of every tensor that will be added.
     metadata: metadata of at least the final length.
   """

@@ -17,7 +17,7 @@ from numba.core import cgutils, config, types
 
 
 def _features() -> Mapping[str, bool]:
-  """Return what the code may use: Numba's own setting, or all there is."""
+  """Return the allowed CPU features: Numba's setting, or all of this CPU."""
   chosen = getattr(config, "CPU_FEATURES", None)
   if not chosen:
     return llvm.get_host_cpu_features()

@@ -77,22 +77,22 @@ def save(
   layout: str = "packed",
   metadata: Mapping[str, Any] | None = None,
 ) -> None:
-  """Save what the masks keep: one bit per weight and the kept values.
+  """Save the kept weights: one bit per weight and the kept values.
 
   A tensor of `n` weights of `b` bytes at sparsity `s` takes
-  `n/8 + (1 - s)·n·b` bytes. Masked weights come back as exact +0.0, kept ones
-  bit for bit, kept zeros included. A leaf without a mask is packed the same
-  way where its zeros make that smaller. The file is written beside `path` and
-  moved there when complete.
+  `n/8 + (1 - s)·n·b` bytes. Removed weights are loaded as exact +0.0, kept
+  weights bit for bit, kept zeros included. A leaf without a mask is packed in
+  the same way if its zeros make that smaller. The file is written under a
+  temporary name in the same folder and renamed when complete.
 
   Args:
-    path: the file, by custom `*.safetensors`.
+    path: the file, usually `*.safetensors`.
     params: any pytree of arrays.
     masks: a tree like `params` of uint8 masks (1 = kept) or None.
     layout: "packed"; "dense" for plain safetensors that any tool reads; or
       "sparse-bitmask", the layout of compressed-tensors. The latter two hold
-      no hashes, and "dense" no masks.
-    metadata: JSON values to keep with the file, for example a configuration.
+      no hashes, and "dense" holds no masks.
+    metadata: JSON values to store in the file, for example a configuration.
 
   Example:
     >>> import tempfile, pathlib, numpy as np
@@ -115,18 +115,20 @@ def save(
 
 
 def load(path: str | os.PathLike, like: Any = None) -> tuple[Any, Any]:
-  """Load parameters and masks from a file of any layout, checking all of it.
+  """Load parameters and masks from a file of any layout, and check its content.
 
   Args:
-    path: a file of `save`, plain safetensors, or one of compressed-tensors.
-    like: a pytree whose structure the result takes. Shapes and dtypes are the
-      file's, so a shrunk model loads into the structure of the original. By
-      default nested dicts, keyed as the saved tree was; the names of foreign
-      files are split at "/".
+    path: a file written by `save`, plain safetensors, or a file of
+      compressed-tensors.
+    like: a pytree with the structure of the result. Shapes and dtypes are those
+      of the file, so a shrunk model loads into the structure of the original.
+      By default the result is nested dicts with the keys of the saved tree;
+      names in files of other programs are split at "/".
 
   Returns:
-    `(params, masks)`: NumPy arrays (`jax.device_put` places them), and a tree
-    like them with a uint8 mask where one was saved, None elsewhere.
+    `(params, masks)`: NumPy arrays (`jax.device_put` places them on devices),
+    and a tree of the same structure with a uint8 mask where one was saved, None
+    elsewhere.
 
   Raises:
     FileFormatError: if the file is truncated, altered or malformed.
@@ -187,17 +189,17 @@ def _nest(file: _layouts.SparseFile, leaves: dict) -> tuple[Any, Any]:
     for tree, leaf in zip((params, masks), leaves[name], strict=True):
       if not _insert(tree, tensor.path, leaf):
         raise FileFormatError(
-          f"{file.path}: tensor {name!r} collides with another on the way "
-          "into nested dicts; pass `like`"
+          f"{file.path}: tensor {name!r} and another tensor have the same key "
+          "in nested dicts; pass `like`"
         )
   return params, masks
 
 
 def read_metadata(path: str | os.PathLike) -> dict[str, Any]:
-  """Return what `metadata=` kept with the file.
+  """Return the metadata that `save` stored in a file.
 
   Args:
-    path: a file of `save`.
+    path: a file written by `save`.
 
   Returns:
     The metadata; empty if there is none.

@@ -9,13 +9,31 @@ import numpy as np
 from jaxpruner.sparse import formats, kernels
 
 PANEL = 64
-# Beyond it a dense product reads the weights no oftener than we would.
+# For larger batches a dense product reads the weights equally often.
 MAX_BATCH = 16
 
 
 @formats.register
 class Bitmask(formats.SparseMatrix):
-  """Panels of 64 columns: per row 64 bits, and the values they announce."""
+  """Store one bit per weight and the kept values; for 50–80 % sparsity.
+
+  The columns are divided into panels of 64. A row of a panel is 64 bits, and
+  the values of its kept weights follow in order. Small batches on CPU are
+  multiplied by a compiled kernel; otherwise the matrix is decoded.
+
+  Attributes:
+    values: (kept,), the values by panel, row and column.
+    bits: (panels, K, 8) uint8, lowest bit first.
+    starts: (panels,) int32, the index of each panel's first value.
+    shape: (K, N).
+
+  Example:
+    >>> w = Bitmask.fromdense([[0.0, 2.0], [3.0, 0.0]])
+    >>> w.values.tolist(), w.bits[0, :, 0].tolist()
+    ([2.0, 3.0], [2, 1])
+    >>> w.todense().tolist()
+    [[0.0, 2.0], [3.0, 0.0]]
+  """
 
   name: ClassVar[str] = "bitmask"
 
@@ -34,7 +52,8 @@ class Bitmask(formats.SparseMatrix):
     return kernels.load(cls.name) is not None
 
   @classmethod
-  def fromdense(cls, dense: Any, mask: Any = None) -> "Bitmask":
+  def fromdense(cls, dense: Any, mask: Any = None, **options: Any) -> "Bitmask":
+    formats.refuse_options(cls, options)
     dense, kept = formats.kept_entries(dense, mask)
     rows, cols = dense.shape
     panels = -(-cols // PANEL)

@@ -9,11 +9,11 @@ import numpy as np
 
 from jaxpruner.sparse import formats
 
-# Batch rows at a time; of many, so many that what is gathered stays in cache:
-# rows times blocks.
+# Rows of the batch per chunk. A large batch takes as many as keep the gathered
+# inputs (rows times blocks) in cache.
 SMALL_CHUNK, LARGE_CHUNK, MOST_GATHERED = 32, 64, 1 << 16
-# Columns of equal height are multiplied together; with more heights the program
-# would grow long.
+# Block columns with equally many blocks are multiplied together; more different
+# heights than this would make the program long.
 MAX_HEIGHTS = 32
 # Sides of blocks worth trying, the largest first.
 SIDES = (128, 64, 32)
@@ -21,12 +21,26 @@ SIDES = (128, 64, 32)
 
 @formats.register
 class Block(formats.SparseMatrix):
-  """The kept blocks, by block column and row; columns of few blocks first.
+  """Store the blocks that keep any weight, as dense matrices.
 
-  A small batch is multiplied by all blocks at once and the products summed by
-  block column. For a large one that sum costs more than the products: there
-  the blocks of a column become one tall matrix, and the contraction sums.
-  Runs on every platform.
+  Blocks are sorted by block column and row; block columns with few blocks come
+  first. For a small batch, all blocks are multiplied at once and the products
+  are summed by block column. For a large batch that sum would cost more than
+  the products: the blocks of a column are joined to one tall matrix instead,
+  whose product contains the sum. Runs on every platform.
+
+  Attributes:
+    values: (blocks, height, width), the stored blocks.
+    rows: (blocks,) int32, the block row of each block.
+    shape: (K, N).
+    counts: number of stored blocks of each block column.
+
+  Example:
+    >>> w = Block.fromdense(np.eye(4, dtype=np.float32), block_shape=(2, 2))
+    >>> w.values.shape, w.rows.tolist(), w.counts
+    ((2, 2, 2), [0, 1], (1, 1))
+    >>> (jnp.arange(4.0) @ w).tolist()
+    [0.0, 1.0, 2.0, 3.0]
   """
 
   name: ClassVar[str] = "block"
@@ -54,7 +68,9 @@ class Block(formats.SparseMatrix):
     dense: Any,
     mask: Any = None,
     block_shape: tuple[int, int] = (64, 64),
+    **options: Any,
   ) -> "Block":
+    formats.refuse_options(cls, options)
     dense, kept = formats.kept_entries(dense, mask)
     height, width = block_shape
     grid = -(-dense.shape[0] // height), -(-dense.shape[1] // width)
@@ -79,7 +95,7 @@ class Block(formats.SparseMatrix):
 
   @property
   def _order(self) -> np.ndarray:
-    """The block columns, as the blocks are stored."""
+    """The block columns in the order in which their blocks are stored."""
     return np.argsort(self.counts, kind="stable")
 
   @property
@@ -92,7 +108,7 @@ class Block(formats.SparseMatrix):
     _, height, width = self.values.shape
     row = (self.rows[:, None] * height + jnp.arange(height))[:, :, None]
     col = (self.cols[:, None] * width + jnp.arange(width))[:, None, :]
-    # Edge blocks hang over: what lies outside the matrix was never kept.
+    # Blocks at the edges extend past the matrix; entries there are padding.
     return row, col, (row < self.shape[0]) & (col < self.shape[1])
 
   def matmul(self, x: jax.Array) -> jax.Array:
@@ -125,7 +141,7 @@ class Block(formats.SparseMatrix):
     return y.reshape(len(y), -1)[:, : self.shape[1]].astype(dtype)
 
   def _dtypes(self, x: jax.Array) -> tuple[Any, Any]:
-    """Return the dtype of the result, and of sums on the way to it."""
+    """Return the dtype of the result, and the dtype of partial sums."""
     dtype = jnp.result_type(x, self.values)
     return dtype, jnp.promote_types(dtype, jnp.float32)
 

@@ -11,7 +11,24 @@ from jaxpruner.sparse import formats
 
 @formats.register
 class Compact(formats.SparseMatrix):
-  """The dense matrix of the rows and columns that keep anything."""
+  """Store the rows and columns that keep any weight, as one dense matrix.
+
+  The product gathers the kept inputs, multiplies the small dense matrix and
+  writes zeros for the removed outputs.
+
+  Attributes:
+    values: (kept rows, kept columns).
+    rows: int32, ascending indices of the kept rows.
+    cols: int32, ascending indices of the kept columns.
+    shape: (K, N).
+
+  Example:
+    >>> w = Compact.fromdense([[0.0, 1.0, 2.0], [0.0, 0.0, 0.0]])
+    >>> w.values.tolist(), w.rows.tolist(), w.cols.tolist()
+    ([[1.0, 2.0]], [0], [1, 2])
+    >>> (jnp.ones((1, 2)) @ w).tolist()
+    [[0.0, 1.0, 2.0]]
+  """
 
   name: ClassVar[str] = "compact"
 
@@ -25,7 +42,8 @@ class Compact(formats.SparseMatrix):
     return {} if kept.inner_density <= 0.9 else None
 
   @classmethod
-  def fromdense(cls, dense: Any, mask: Any = None) -> "Compact":
+  def fromdense(cls, dense: Any, mask: Any = None, **options: Any) -> "Compact":
+    formats.refuse_options(cls, options)
     dense, kept = formats.kept_entries(dense, mask)
     rows = np.nonzero(kept.any(axis=1))[0].astype(np.int32)
     cols = np.nonzero(kept.any(axis=0))[0].astype(np.int32)

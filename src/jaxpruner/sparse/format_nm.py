@@ -11,9 +11,24 @@ from jaxpruner.sparse import formats
 
 @formats.register
 class NM(formats.SparseMatrix):
-  """N values per group of M rows, with 2-bit indices for M up to 4.
+  """Store N values per group of M rows, with 2-bit indices for M up to 4.
 
-  A group that keeps fewer than N is filled up with stored zeros.
+  A group that keeps fewer than N weights is padded with stored zeros. The
+  product decodes the matrix.
+
+  Attributes:
+    values: (K / M, N, columns).
+    indices: (K / M, N, bytes) uint8, the row within the group; several indices
+      per byte.
+    shape: (K, columns).
+    m: rows per group.
+
+  Example:
+    >>> w = NM.fromdense([[5.0], [0.0], [0.0], [7.0]], n=2, m=4)
+    >>> w.values.ravel().tolist(), w.indices.ravel().tolist()
+    ([5.0, 7.0], [0, 3])
+    >>> w.todense().ravel().tolist()
+    [5.0, 0.0, 0.0, 7.0]
   """
 
   name: ClassVar[str] = "nm"
@@ -25,8 +40,14 @@ class NM(formats.SparseMatrix):
 
   @classmethod
   def fromdense(
-    cls, dense: Any, mask: Any = None, n: int = 2, m: int = 4
+    cls,
+    dense: Any,
+    mask: Any = None,
+    n: int = 2,
+    m: int = 4,
+    **options: Any,
   ) -> "NM":
+    formats.refuse_options(cls, options)
     dense, kept = formats.kept_entries(dense, mask)
     rows, cols = dense.shape
     if rows % m:
@@ -42,7 +63,7 @@ class NM(formats.SparseMatrix):
         f"a group of m={m} rows keeps {worst} weights, more than n={n}; mask "
         f'with NByM({n}, {m}) along this axis, or use format="bitmask"'
       )
-    # Stable: kept rows first, in order, and then removed ones as filling.
+    # Stable: kept rows first, in order, then removed rows as padding.
     order = np.argsort(~kept, axis=1, kind="stable")[:, :n]
     order = np.sort(order, axis=1)
     groups = np.where(kept, dense.reshape(kept.shape), 0)

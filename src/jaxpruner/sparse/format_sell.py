@@ -1,12 +1,12 @@
 """The format for unstructured sparsity: sliced, tiled, one-byte indices.
 
-K is cut into tiles of 256 rows, so that a row is named by one byte; N into
+K is divided into tiles of 256 rows, so that one byte holds a row index; N into
 blocks of up to 256 columns. Within a tile the columns of a block are sorted by
-how many weights they keep, and every 16 neighbours form a slice, padded to the
-longest: sorting makes neighbours alike and padding rare. A slice is stored
-slot by slot, 16 values at a time: at batch 1 a slot is one vector of values
-and one gather; at larger batches each value scales a row of the batch. A kept
-weight costs about 5.3 bytes.
+the number of weights they keep, and 16 neighbouring columns form a slice, which
+is padded to its longest column. Sorting makes neighbours similar and padding
+rare. A slice is stored slot by slot, 16 values per slot. At batch 1 a slot is
+one vector of values and one gather; at larger batches each value scales a row
+of the batch. A kept weight costs about 5.3 bytes.
 """
 
 from typing import Any, ClassVar
@@ -23,7 +23,27 @@ LANES = 16
 
 @formats.register
 class Sell(formats.SparseMatrix):
-  """A (K, N) matrix of G column blocks × T row tiles × slices × slots."""
+  """Store single weights anywhere: sliced ELLPACK with one-byte row indices.
+
+  The matrix has G column blocks × T row tiles; each tile consists of slices of
+  16 columns, and each slice of slots of 16 values. On CPU the product is a
+  compiled kernel; elsewhere the matrix is decoded.
+
+  Attributes:
+    values: (slots, 16), the kept weights and zeros as padding.
+    indices: (slots, 16) uint8, the row within the tile.
+    starts: (G, T) int32, the first slot of each tile.
+    counts: (G, T, block) uint16, weights kept per column, ascending.
+    columns: (G, T, block) uint8, the column within the block, in that order.
+    shape: (K, N).
+
+  Example:
+    >>> w = Sell.fromdense(2 * np.eye(16, dtype=np.float32))
+    >>> w.values.shape, w.indices[0, :4].tolist()
+    ((1, 16), [0, 1, 2, 3])
+    >>> (jnp.ones((1, 16)) @ w)[0, :3].tolist()
+    [2.0, 2.0, 2.0]
+  """
 
   name: ClassVar[str] = "sell"
   stackable: ClassVar[bool] = True
@@ -45,11 +65,16 @@ class Sell(formats.SparseMatrix):
 
   @classmethod
   def fromdense(
-    cls, dense: Any, mask: Any = None, block: int | None = None
+    cls,
+    dense: Any,
+    mask: Any = None,
+    block: int | None = None,
+    **options: Any,
   ) -> "Sell":
+    formats.refuse_options(cls, options)
     dense, kept = formats.kept_entries(dense, mask)
     rows, cols = dense.shape
-    # Narrow matrices get small blocks, or there is no work for every core.
+    # Narrow matrices get small blocks: every core needs at least one.
     block = block or (256 if cols >= 1024 else 128 if cols > 64 else 64)
     tiles, groups = -(-rows // TILE), -(-cols // block)
     counts = np.zeros((groups, tiles, block), np.uint16)
@@ -79,8 +104,8 @@ class Sell(formats.SparseMatrix):
     columns = self.columns.reshape(-1, LANES).astype(jnp.int32)
     lengths = counts[:, -1]
     slots = self.indices.shape[0]
-    # Slices and tiles are stored back to back, so a running sum of the slice
-    # lengths says which slice a slot belongs to, and where in it.
+    # Slices and tiles are contiguous, so a running sum of the slice lengths
+    # gives the slice of each slot and its index within the slice.
     which = jnp.repeat(
       jnp.arange(len(lengths)), lengths, total_repeat_length=slots
     )

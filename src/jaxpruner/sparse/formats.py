@@ -1,12 +1,13 @@
-"""What every sparse matrix can do, and weights of any rank folded to one.
+"""The base class of sparse matrices, and weights of any rank folded to one.
 
 A sparse matrix is a pytree node of shape (K, N): K is contracted, N is kept,
 so that `x @ w` maps (..., K) to (..., N). It has one float array, `values`;
-the other arrays say where the values go and are not differentiated.
+the other arrays hold the positions of the values and are not differentiated.
 """
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, ClassVar, TypeVar, dataclass_transform
 
@@ -30,10 +31,11 @@ def register(cls: type[T]) -> type[T]:
 
 
 def static() -> Any:
-  """Declare a field that belongs to the tree's structure, as the shape does.
+  """Declare a field that is part of the tree structure, as the shape is.
 
   Returns:
-    What stands behind the field's annotation in the class.
+    The default of the field in a class body: `shape: tuple = static()`. JAX
+    does not trace the field; another value means another compilation.
 
   Example:
     >>> static().metadata["static"]
@@ -43,7 +45,7 @@ def static() -> Any:
 
 
 class Sparse:
-  """What matrices and folded weights share: size, operators, no surprises."""
+  """Base class of sparse matrices and folded weights: size and operators."""
 
   # NumPy must not try to turn us into an object array in `x @ w`. There is no
   # __jax_array__ either: jnp would densify before it tries __rmatmul__.
@@ -74,17 +76,31 @@ class Sparse:
     return ops.matmul(x, self)
 
   def with_values(self: T, values: jax.Array) -> T:
-    """Return the same pattern with other values, as fine-tuning does."""
+    """Return the same pattern with other values, as fine-tuning does.
+
+    Args:
+      values: an array of the shape and dtype of `self.values`.
+
+    Returns:
+      A sparse weight with the same positions.
+    """
     raise NotImplementedError
 
 
 @dataclasses.dataclass(frozen=True)
 class Kept:
-  """Where a weight keeps anything, and what it will be multiplied by.
+  """The mask of a folded weight and the batch size of its product.
+
+  `SparseMatrix.fits` decides by it whether a format may be fast.
 
   Attributes:
-    mask: boolean (contracted, kept) matrix.
-    batch: how many rows it multiplies.
+    mask: boolean (contracted, kept) matrix, True = kept.
+    batch: number of rows of the dense operand.
+
+  Example:
+    >>> kept = Kept(np.array([[True, False], [False, False]]), batch=8)
+    >>> kept.density, kept.inner_density, kept.block_density(2)
+    (0.25, 0.25, 1.0)
   """
 
   mask: np.ndarray
@@ -97,12 +113,19 @@ class Kept:
 
   @functools.cached_property
   def inner_density(self) -> float:
-    """The fraction of the area in rows and columns that keep anything."""
+    """The share of the matrix left without all-zero rows and columns."""
     rows, columns = self.mask.any(axis=1), self.mask.any(axis=0)
     return float(rows.mean() * columns.mean())
 
   def block_density(self, size: int) -> float:
-    """Return the fraction of the area in blocks that keep anything."""
+    """Return the fraction of blocks that keep at least one weight.
+
+    Args:
+      size: height and width of the blocks.
+
+    Returns:
+      Blocks with a kept weight over all blocks.
+    """
     starts = [np.arange(0, length, size) for length in self.mask.shape]
     rows = np.add.reduceat(self.mask, starts[0], axis=0)
     both = np.add.reduceat(rows, starts[1], axis=1)
@@ -110,16 +133,27 @@ class Kept:
 
 
 class SparseMatrix(Sparse):
-  """A (K, N) matrix in some sparse format: what a format must define.
+  """Base class of sparse formats: a (K, N) matrix.
 
-  `values`, the fields that say where they go, and `shape`, declared as
-  `static()`; `fromdense`; `positions`. With these it packs, decodes, multiplies
-  and is differentiated. `matmul` is for a faster product. `fits` offers the
-  format to `accelerate`, which times it against the others.
+  A format must define `values`, fields for the positions of the values, `shape`
+  (declared as `static()`), `fromdense` and `positions`. With these a weight can
+  be packed, decoded, multiplied and differentiated. A format may define
+  `matmul`, a faster product, and `fits`, by which `accelerate` decides whether
+  to time the format. Register it with `register_format`.
 
   Attributes:
-    name: of its kernel in machine code, where there is one.
+    values: the stored values, the only array that is differentiated.
+    name: name of the format and of its compiled kernel, if there is one.
     stackable: whether a stack of layers can be padded to equal arrays.
+
+  Example:
+    >>> from jaxpruner import sparse
+    >>> w = sparse.Compact.fromdense([[0.0, 0.0], [3.0, 0.0]])
+    >>> isinstance(w, SparseMatrix), w.shape, w.values.tolist()
+    (True, (2, 2), [[3.0]])
+    >>> row, column, _ = w.positions()
+    >>> row.tolist(), column.tolist()
+    ([[1]], [[0]])
   """
 
   values: jax.Array
@@ -131,17 +165,18 @@ class SparseMatrix(Sparse):
     """Tell whether a product in this format may beat the dense one.
 
     Args:
-      kept: where the weight keeps anything, and the batch.
+      kept: the mask of the weight, and the batch size.
 
     Returns:
-      The options for `fromdense` if `accelerate` should time it, else None.
+      The options for `fromdense` if `accelerate` should time this format, else
+      None.
     """
     del kept
     return None
 
   @classmethod
   def runs_here(cls) -> bool:
-    """Tell whether what makes the product fast is there on this machine."""
+    """Tell whether the fast product is available on this machine."""
     return True
 
   @property
@@ -153,13 +188,24 @@ class SparseMatrix(Sparse):
 
   @classmethod
   def fromdense(cls, dense: Any, mask: Any = None, **options: Any) -> Any:
-    """Pack the kept weights; without a mask, those that are not zero."""
+    """Pack the kept weights of a matrix.
+
+    Args:
+      dense: a matrix (contracted, kept).
+      mask: 1 = kept; by default nonzero weights are kept.
+      **options: the format's own options.
+
+    Returns:
+      A sparse matrix of this format.
+    """
     raise NotImplementedError
 
   def positions(self) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """Return (row, column, kept) of every entry of `values`.
+    """Return the position of every entry of `values`.
 
-    `kept` is false at padding, and None where a format has none.
+    Returns:
+      `(row, column, kept)`, arrays that broadcast to the shape of `values`.
+      `kept` is False at padding; it is None if the format has no padding.
     """
     raise NotImplementedError
 
@@ -172,11 +218,25 @@ class SparseMatrix(Sparse):
     return zeros.at[row, col].set(self.values, mode="drop")
 
   def matmul(self, x: jax.Array) -> jax.Array:
-    """Return x @ w; a format without a faster way decodes itself."""
+    """Return x @ w; by default through the decoded matrix.
+
+    Args:
+      x: a dense array (..., K).
+
+    Returns:
+      A dense array (..., N).
+    """
     return x @ self.todense()
 
   def gather(self, dense: jax.Array) -> jax.Array:
-    """Return what `values` would hold if this matrix had been `dense`."""
+    """Return the entries of a dense matrix at the positions of `values`.
+
+    Args:
+      dense: a matrix of this shape.
+
+    Returns:
+      An array of the shape of `values`, zero at padding.
+    """
     row, col, kept = self.positions()
     values = dense.at[row, col].get(mode="fill", fill_value=0)
     return values if kept is None else jnp.where(kept, values, 0)
@@ -186,8 +246,20 @@ class SparseMatrix(Sparse):
 class SparseTensor(Sparse):
   """A weight of any rank, folded to a (contracted, kept) sparse matrix.
 
-  `contract` lists the contracted axes of the original array in the order in
-  which they are folded into K; the remaining axes, in order, make up N.
+  `pack` returns it. It is a pytree node and takes the place of the dense weight
+  in a tree of parameters.
+
+  Attributes:
+    matrix: the sparse matrix (K, N).
+    shape: the shape of the dense weight.
+    contract: the contracted axes of the dense weight, in the order in which
+      they are folded into K; the other axes, in order, are folded into N.
+
+  Example:
+    >>> from jaxpruner import sparse
+    >>> w = sparse.pack(np.ones((8, 2, 4), np.float32), contract=(0,))
+    >>> w.shape, w.matrix.shape, w.kept
+    ((8, 2, 4), (8, 8), (1, 2))
   """
 
   matrix: SparseMatrix
@@ -217,14 +289,14 @@ class SparseTensor(Sparse):
 
 
 def kept_entries(dense: Any, mask: Any) -> tuple[np.ndarray, np.ndarray]:
-  """Return a matrix and its boolean mask on the host, checked.
+  """Return a matrix and its boolean mask as NumPy arrays of checked shapes.
 
   Args:
     dense: a matrix.
-    mask: 1 = kept; None keeps what is not zero.
+    mask: 1 = kept; None keeps the nonzero entries.
 
   Returns:
-    `(dense, kept)`, NumPy arrays.
+    `(dense, kept)`, NumPy arrays of one shape.
 
   Example:
     >>> kept_entries([[0.0, 2.0]], None)[1].tolist()
@@ -244,6 +316,23 @@ def kept_entries(dense: Any, mask: Any) -> tuple[np.ndarray, np.ndarray]:
   return dense, kept
 
 
+def refuse_options(cls: type[SparseMatrix], options: dict[str, Any]) -> None:
+  """Raise if `fromdense` was given options that the format does not have.
+
+  Args:
+    cls: the format.
+    options: the keyword arguments that no parameter of `fromdense` took.
+  """
+  if not options:
+    return
+  taken = inspect.signature(cls.fromdense).parameters.values()
+  known = [p.name for p in taken if p.kind is not p.VAR_KEYWORD][2:]
+  raise TypeError(
+    f"format={cls.name!r} has no option {', '.join(map(repr, options))}; "
+    + (f"its options are {', '.join(known)}" if known else "it has no options")
+  )
+
+
 # Those without a kernel first.
 FORMATS: _registry.Registry[type[SparseMatrix]] = _registry.Registry(
   "format",
@@ -259,13 +348,14 @@ FORMATS: _registry.Registry[type[SparseMatrix]] = _registry.Registry(
 
 
 def register_format(name: str) -> Callable[[type[T]], type[T]]:
-  """Give a sparse format a name: a class decorator.
+  """Register a sparse format under a name; use it as a class decorator.
 
-  `pack(…, format="name")` then packs in it, and `accelerate` tries it wherever
-  its `fits` says so. The class becomes a frozen dataclass and a pytree node.
+  `pack(…, format="name")` then packs in this format, and `accelerate` times it
+  for each weight that its `fits` accepts. The class becomes a frozen dataclass
+  and a pytree node.
 
   Args:
-    name: the name; a taken one is refused.
+    name: the name; a name that is already taken is refused.
 
   Returns:
     A function that registers a subclass of `SparseMatrix` and returns it.
@@ -305,7 +395,7 @@ def register_format(name: str) -> Callable[[type[T]], type[T]]:
 
 
 def fold(array: Any, contract: tuple[int, ...]) -> np.ndarray:
-  """Bring the contracted axes to the front and flatten to two axes."""
+  """Return an array as a matrix (contracted axes, other axes)."""
   array = np.asarray(array)
   kept = [d for d in range(array.ndim) if d not in contract]
   rows = int(np.prod([array.shape[d] for d in contract]))
@@ -320,16 +410,16 @@ def pack(
   contract: tuple[int, ...] = (0,),
   **options: Any,
 ) -> SparseTensor:
-  """Keep the masked-in entries of `weight` in a sparse format.
+  """Store the kept entries of `weight` in a sparse format.
 
   Args:
     weight: a dense array of any rank.
-    mask: 1 = kept; by default what is not zero is kept.
+    mask: 1 = kept; by default nonzero entries are kept.
     format: "sell" (unstructured), "block", "nm", "bitmask", "compact" (whole
       rows and columns removed), or a name given to `register_format`.
     contract: the axes that a product sums over: (0,) for an in × out kernel,
       (1,) for out × in.
-    **options: the format's own, such as `block_shape=(64, 64)`.
+    **options: the format's own options, for example `block_shape=(64, 64)`.
 
   Returns:
     A pytree node that takes the place of `weight` in a tree of parameters.
@@ -338,8 +428,8 @@ def pack(
     >>> import jax.numpy as jnp
     >>> from jaxpruner import sparse
     >>> w = sparse.pack(jnp.eye(4), format="bitmask")
-    >>> (jnp.ones((2, 4)) @ w).shape
-    (2, 4)
+    >>> (jnp.ones((1, 4)) @ w).tolist(), w.nbytes, w.size * 4
+    ([[1.0, 1.0, 1.0, 1.0]], 52, 64)
   """
   weight = np.asarray(weight)
   contract = tuple(d % weight.ndim for d in contract)

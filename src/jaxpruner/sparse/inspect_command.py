@@ -16,7 +16,7 @@ _PICTURES = 12  # tensors drawn; more would be too small to see
 
 
 class Row(NamedTuple):
-  """What one tensor of a file is."""
+  """One row of the table: a tensor, its kept weights and its structure."""
 
   tensor: _layouts.Tensor
   kept: int

@@ -1,4 +1,4 @@
-"""Whole parameter trees to and from JAX's own BCOO, and what they weigh."""
+"""Convert parameter trees to and from JAX's BCOO, and count their bytes."""
 
 from typing import Any, NamedTuple
 
@@ -40,17 +40,17 @@ class Sizes(NamedTuple):
 
 
 def is_sparse(leaf: Any) -> bool:
-  """Say whether `leaf` is a sparse weight: one of ours, or BCOO / BCSR."""
+  """Tell whether `leaf` is a sparse weight: one of ours, or BCOO / BCSR."""
   return hasattr(leaf, "todense") and hasattr(leaf, "shape")
 
 
 def to_bcoo(params: Any, masks: Any) -> Any:
   """Keep exactly the entries with mask 1 of each leaf, as `BCOO`.
 
-  A kept weight that happens to be zero stays stored: a leaf holds `mask.sum()`
-  entries, sorted and unique. Every axis is a sparse one (`n_batch = n_dense =
-  0`), stacked layers and convolutions included: batch axes would need the same
-  count in every layer, and pad the others.
+  A kept weight whose value is zero is stored too: a leaf holds `mask.sum()`
+  entries, sorted and unique. Every axis is sparse (`n_batch = n_dense = 0`),
+  also for stacked layers and convolutions: batch axes would need the same count
+  in every layer, and padding otherwise.
 
   Args:
     params: a tree of arrays.
@@ -97,9 +97,10 @@ def to_bcoo(params: Any, masks: Any) -> Any:
 
 
 def to_bcsr(params: Any, masks: Any) -> Any:
-  """Do as `to_bcoo`, with matrices as `BCSR`: a third fewer bytes.
+  """Keep exactly the entries with mask 1, with matrices as `BCSR`.
 
-  Leaves of other ranks, which have no rows to compress, stay BCOO.
+  BCSR needs a third fewer bytes than the BCOO of `to_bcoo`. Leaves of other
+  ranks, which have no rows to compress, become BCOO.
 
   Args:
     params: a tree of arrays.
@@ -161,7 +162,7 @@ def from_bcoo(tree: Any) -> Any:
 
 
 def bytes_report(tree: Any) -> Sizes:
-  """Weigh a tree of dense and sparse leaves.
+  """Count the bytes of a tree of dense and sparse leaves.
 
   Args:
     tree: a tree with sparse and dense leaves.

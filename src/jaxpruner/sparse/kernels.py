@@ -22,8 +22,8 @@ KERNELS = ("sell", "sell_back", "bitmask")
 def load(name: str) -> Any:
   """Compile (or load from Numba's cache) and register a format's kernel.
 
-  Returns None where there is none: Numba is not installed (said once), or the
-  processor lacks what the kernel needs.
+  Returns None if there is no kernel: Numba is not installed (warned once), or
+  the processor lacks instructions that the kernel needs.
   """
   if not _has_numba():
     return None
@@ -89,7 +89,7 @@ def _kernel_product(
 
 
 def _run(x: jax.Array, *arrays: jax.Array, form: Any, back: bool) -> jax.Array:
-  """Multiply by machine code where there is some, else by a decoded weight."""
+  """Multiply by the compiled kernel if there is one, else decode the weight."""
   w = form.unflatten(arrays)
   kernel = f"{w.name}_back" if back else w.name
   if kernel not in KERNELS or load(kernel) is None:

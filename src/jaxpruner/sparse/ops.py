@@ -1,8 +1,8 @@
-"""Products of a dense array and a sparse weight, as users' layers write them.
+"""Products of a dense array and a sparse weight, with the signatures of JAX.
 
-All accept a dense weight too, so that one model runs both ways. A product
-that a format can't do (batch axes in the weight, other contracted axes than it
-was packed for) is done with the decoded weight.
+All functions accept a dense weight too, so that one model runs with both kinds.
+Where a format cannot compute a product (batch axes in the weight, or other
+contracted axes than those it was packed for), the weight is decoded first.
 """
 
 from collections.abc import Sequence
@@ -26,12 +26,15 @@ def matmul(x: Any, w: Any) -> Array:
     w: a sparse weight of shape (K, N), or folded from any rank with the first
       axis contracted; or a dense array.
 
+  Returns:
+    A dense array (..., N).
+
   Example:
     >>> import jax.numpy as jnp
     >>> from jaxpruner import sparse
     >>> w = sparse.pack(jnp.eye(4))
-    >>> sparse.matmul(jnp.ones((2, 4)), w).tolist()[0]
-    [1.0, 1.0, 1.0, 1.0]
+    >>> sparse.matmul(jnp.arange(4.0), w).tolist()
+    [0.0, 1.0, 2.0, 3.0]
   """
   if isinstance(x, Sparse):
     raise TypeError(
@@ -57,7 +60,27 @@ def dot_general(
   precision: Any = None,
   preferred_element_type: Any = None,
 ) -> Array:
-  """Do `jax.lax.dot_general` where one side is a sparse weight."""
+  """Compute `jax.lax.dot_general` with a sparse weight on one side.
+
+  Args:
+    lhs: a dense array or a sparse weight.
+    rhs: a dense array or a sparse weight.
+    dimension_numbers: `((lhs contracted, rhs contracted), (lhs batch, rhs
+      batch))`, as for `jax.lax.dot_general`.
+    precision: used only if the product is computed densely.
+    preferred_element_type: dtype of the result.
+
+  Returns:
+    A dense array: axes kept of `lhs`, then axes kept of `rhs`.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> from jaxpruner import sparse
+    >>> w = sparse.pack(jnp.array([[1.0, 0.0, 2.0]]), contract=(1,))
+    >>> contract_last = (((1,), (1,)), ((), ()))
+    >>> sparse.dot_general(w, jnp.ones((2, 3)), contract_last).tolist()
+    [[3.0, 3.0]]
+  """
   (lc, rc), (lb, rb) = dimension_numbers
   left = isinstance(lhs, Sparse)
   w, wc, xc, x = (lhs, lc, rc, rhs) if left else (rhs, rc, lc, lhs)
@@ -79,7 +102,15 @@ def dot_general(
 
 
 def einsum(spec: str, lhs: Any, rhs: Any) -> Array:
-  """Do `jnp.einsum` of two operands, one of which may be a sparse weight.
+  """Compute `jnp.einsum` of two operands, one of which may be sparse.
+
+  Args:
+    spec: the subscripts, with an explicit `->`; an ellipsis is allowed.
+    lhs: a dense array or a sparse weight.
+    rhs: a dense array or a sparse weight.
+
+  Returns:
+    A dense array with the axes that `spec` names.
 
   Example:
     >>> import jax.numpy as jnp
@@ -108,10 +139,39 @@ def conv_general_dilated(
   precision: Any = None,
   preferred_element_type: Any = None,
 ) -> Array:
-  """Do `jax.lax.conv_general_dilated` with a sparse kernel, as a product.
+  """Compute `jax.lax.conv_general_dilated` with a sparse kernel.
 
-  The windows are laid out as rows (none to lay out for 1 × 1) and multiplied;
-  the kernel must be packed with `contract=conv_contract(spec)`.
+  The windows of the input become the rows of a matrix, which is multiplied by
+  the kernel. The kernel must be packed with `contract=conv_contract(spec)`;
+  otherwise, and for grouped convolutions, it is decoded.
+
+  Args:
+    lhs: the dense input.
+    rhs: the kernel, sparse or dense.
+    window_strides: stride of each spatial axis.
+    padding: "SAME", "VALID", or pairs of integers.
+    lhs_dilation: dilation of the input.
+    rhs_dilation: dilation of the kernel.
+    dimension_numbers: axes of input, kernel and output, as for JAX.
+    feature_group_count: groups of features.
+    batch_group_count: groups of the batch.
+    precision: used only if the convolution is computed densely.
+    preferred_element_type: dtype of the result.
+
+  Returns:
+    The dense output of the convolution.
+
+  Example:
+    >>> import jax, jax.numpy as jnp
+    >>> from jaxpruner import sparse
+    >>> axes = ("NHWC", "HWIO", "NHWC")
+    >>> image, kernel = jnp.ones((1, 4, 4, 2)), jnp.ones((3, 3, 2, 1))
+    >>> spec = jax.lax.conv_dimension_numbers(image.shape, kernel.shape, axes)
+    >>> packed = sparse.pack(kernel, contract=sparse.conv_contract(spec))
+    >>> y = sparse.conv_general_dilated(
+    ...   image, packed, (1, 1), "VALID", dimension_numbers=axes)
+    >>> y.ravel().tolist()
+    [18.0, 18.0, 18.0, 18.0]
   """
   spec = jax.lax.conv_dimension_numbers(lhs.shape, rhs.shape, dimension_numbers)
   spatial = len(window_strides)
@@ -157,12 +217,27 @@ def conv_general_dilated(
 
 
 def conv_contract(spec: Any) -> tuple[int, ...]:
-  """Return the axes of a kernel that a convolution contracts, in our order."""
+  """Return the axes of a kernel that a convolution contracts.
+
+  Args:
+    spec: the result of `jax.lax.conv_dimension_numbers`.
+
+  Returns:
+    The spatial axes, then the axis of input features: the argument `contract`
+    of `pack` for this kernel.
+
+  Example:
+    >>> import jax
+    >>> from jaxpruner import sparse
+    >>> sparse.conv_contract(jax.lax.conv_dimension_numbers(
+    ...   (1, 4, 4, 2), (3, 3, 2, 1), ("NHWC", "HWIO", "NHWC")))
+    (0, 1, 2)
+  """
   return (*spec.rhs_spec[2:], spec.rhs_spec[1])
 
 
 def decode(array: Any) -> Any:
-  """Return a dense array for either kind."""
+  """Return a sparse weight as a dense array; a dense one unchanged."""
   return array.todense() if isinstance(array, Sparse) else array
 
 
@@ -195,7 +270,7 @@ def _einsum_plan(spec: str, lhs: Any, rhs: Any) -> Any:
   terms = inputs.split(",")
   if len(terms) != 2 or not arrow:
     return None
-  # An ellipsis stands for axes that have no letter: give them capitals.
+  # An ellipsis stands for axes without a letter: name them by capitals.
   extra = max(
     (
       a.ndim - len(t) + 3

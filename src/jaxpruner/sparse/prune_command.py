@@ -68,8 +68,8 @@ def _pattern(text: str) -> re.Pattern[str]:
     return re.compile(text)
   except re.error as e:
     raise argparse.ArgumentTypeError(
-      f"{text!r} is not a regular expression ({e}); escape what is meant "
-      "literally with a backslash"
+      f"{text!r} is not a regular expression ({e}); escape special "
+      "characters with a backslash"
     ) from e
 
 

@@ -1,4 +1,4 @@
-"""Remove dead channels, neurons and heads from the arrays themselves."""
+"""Remove unused channels, neurons and heads from the arrays."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -18,7 +18,17 @@ from jaxpruner.sparse._dims import Axis, Dim, Dims, Sum, resolve
 
 
 class Removed(NamedTuple):
-  """A parameter that became smaller."""
+  """A parameter that became smaller.
+
+  Attributes:
+    name: path of the parameter.
+    before: its shape in the given model.
+    after: its shape in the smaller model.
+
+  Example:
+    >>> Removed("up/kernel", (8, 16), (8, 12)).after
+    (8, 12)
+  """
 
   name: str
   before: tuple[int, ...]
@@ -26,29 +36,49 @@ class Removed(NamedTuple):
 
 
 class Blocked(NamedTuple):
-  """Slices of a parameter that are all zero and had to stay."""
+  """Slices of a parameter that are all zero but could not be removed.
+
+  Attributes:
+    name: path of the parameter.
+    axis: the axis of the slices.
+    slices: how many there are.
+    reason: the operation that needs them.
+
+  Example:
+    >>> Blocked("up/kernel", 1, 4, "an output of the function").slices
+    4
+  """
 
   name: str
   axis: int
-  count: int
+  slices: int
   reason: str
 
 
 @dataclasses.dataclass(frozen=True)
 class Shrunk:
-  """A smaller dense model.
+  """A smaller dense model, the result of `shrink`.
 
   Attributes:
-    params: the parameters, in the structure they came in.
+    params: the smaller parameters, in the structure of the given ones.
     fn: the function of the smaller parameters. It can be jitted and exported,
-      and takes other batch sizes than the example's; custom derivative rules
-      inside the original are opened up.
-    same_code: whether the original function, given the smaller parameters, is
-      provably the same program as `fn`. If so, go on with the original: it
-      takes any batch size. If not, it has sizes written into it (a number of
-      heads, a mean over features), or constants had no bias to go to.
+      and accepts other batch sizes than the example's; custom derivative rules
+      inside the original function are replaced by their primal computation.
+    same_code: whether the original function, traced with the smaller
+      parameters, is the same program as `fn`. If True, continue with the
+      original function. If False, it contains fixed sizes (a number of heads, a
+      mean over features), or constants for which there was no bias.
     removed: the parameters that became smaller.
-    blocked: slices that are zero and stayed, and the operation that needs them.
+    blocked: zero slices that could not be removed, with the reason.
+
+  Example:
+    >>> params = {"up": np.eye(3, 4), "down": np.ones((4, 2))}
+    >>> mlp = lambda p, x: jnp.tanh(x @ p["up"]) @ p["down"]
+    >>> small = shrink(mlp, params, np.ones((1, 3)))
+    >>> [(r.name, r.before, r.after) for r in small.removed]
+    [('down', (4, 2), (3, 2)), ('up', (3, 4), (3, 3))]
+    >>> jax.tree.map(np.shape, small.shrink({"up": np.ones((3, 4))}))
+    {'up': (3, 3)}
   """
 
   params: Any
@@ -61,13 +91,16 @@ class Shrunk:
   _shapes: list[tuple[int, ...]] = dataclasses.field(repr=False)
 
   def shrink(self, tree: Any) -> Any:
-    """Shrink what accompanies the parameters: optimizer state, masks.
+    """Shrink trees that accompany the parameters: optimizer state, masks.
 
-    A leaf belongs to the parameter whose key path ends its own path and whose
-    shape it has, perhaps behind one leading axis.
+    A leaf belongs to a parameter if its path ends with the parameter's path and
+    its shape is the parameter's, with at most one more leading axis.
 
     Args:
-      tree: any pytree, such as an Optax state.
+      tree: any pytree, for example an Optax state.
+
+    Returns:
+      The tree with the same slices removed as from the parameters.
     """
 
     def leaf(path: tuple[Any, ...], x: Any) -> Any:
@@ -85,8 +118,8 @@ class Shrunk:
         raise ValueError(
           f"{_leaves.join(_leaves.path_names(path))}: shape {np.shape(x)} "
           f"belongs to the shrunk parameter {name!r} of shape {shape}, but "
-          "not weight by weight; initialise this optimizer anew on the shrunk "
-          "parameters"
+          "not weight by weight; initialise this optimizer again on the "
+          "shrunk parameters"
         )
       return x
 
@@ -98,7 +131,7 @@ class Shrunk:
       for name, before, after in self.removed
     ] or ["nothing could be removed"]
     lines += [
-      f"{b.name}: {b.count} empty slices of axis {b.axis} stay: {b.reason}"
+      f"{b.name}: {b.slices} empty slices of axis {b.axis} stay: {b.reason}"
       for b in self.blocked
     ]
     return "\n".join(lines)
@@ -114,25 +147,27 @@ def shrink(
   *example_inputs: Any,
   masks: Any = None,
 ) -> Shrunk:
-  """Remove what the masks leave without effect, with all that is coupled to it.
+  """Remove masked channels, neurons and heads from all coupled arrays.
 
   The function is traced once. Axes that must have the same length (a layer's
   outputs, its bias, its norm, the next layer's inputs, residual partners,
   grouped heads) are found from the operations. An index is removed from all of
-  them if every sum over it gains nothing from it, because one factor is known
-  to be zero; or gains a known constant (a masked neuron with a bias), which is
-  then added to the bias that follows, or else inside `fn`.
+  them if its term in every sum over the axis is zero or a known constant. It is
+  zero if one factor is known to be zero. It is a constant for a masked neuron
+  with a bias; the constant is then added to the following bias, or inside `fn`
+  if there is no bias.
 
   Args:
     apply_fn: `apply_fn(params, *inputs)`, the forward pass.
-    params: any pytree of arrays; whatever else `apply_fn` needs that should
-      shrink along, such as batch statistics, belongs here too.
+    params: any pytree of arrays. Other arrays of `apply_fn` that should become
+      smaller too, for example batch statistics, belong here.
     *example_inputs: inputs, or their shapes.
     masks: a tree like `params` of uint8 masks (1 = kept) or None; by default
       the zeros of `params`.
 
   Returns:
-    The smaller model; `print` it for what went and what had to stay, and why.
+    The smaller model; `print` it for the removed slices and for the zero slices
+    that could not be removed, with the reason.
 
   Example:
     >>> w = {"up": np.eye(3, 4), "down": np.ones((4, 2))}

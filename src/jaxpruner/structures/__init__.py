@@ -1,4 +1,4 @@
-"""Structures beyond one leaf's blocks: what hardware and coupling ask for."""
+"""Structures for hardware and for coupled layers, beyond blocks of one leaf."""
 
 from jaxpruner.algorithms.coupled import CoupledPruning, Coupling, permute
 from jaxpruner.sparsity_types.block_diagonal import BlockDiagonal

@@ -1,4 +1,4 @@
-"""Reorder channels so that N:M groups keep more."""
+"""Reorder channels so that N:M groups keep a larger sum of magnitudes."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ def _columns(matrix: Any, axis: int) -> np.ndarray:
 
 
 def _kept(channels: np.ndarray, n: int, m: int) -> np.ndarray:
-  """Return what each group keeps."""
+  """Return the sum of magnitudes that each group keeps."""
   groups = np.sort(channels.reshape(-1, m, channels.shape[1]), axis=1)
   return groups[:, m - n :].sum((1, 2))
 
@@ -21,7 +21,23 @@ def _kept(channels: np.ndarray, n: int, m: int) -> np.ndarray:
 def kept_magnitude(
   matrix: Any, n: int, m: int, axis: int = -2, order: Any = None
 ) -> float:
-  """Return the sum of |w| that N:M along an axis keeps, channels reordered."""
+  """Return the sum of |w| that N:M along an axis keeps.
+
+  Args:
+    matrix: weights, or any scores.
+    n: weights kept of every `m`.
+    m: size of a group.
+    axis: the axis along which groups run.
+    order: reorder the channels of `axis` first, as `permutation` returns it.
+
+  Returns:
+    The sum over all groups of the `n` largest magnitudes.
+
+  Example:
+    >>> w = np.array([[4.0], [4.0], [0.1], [0.2]])
+    >>> kept_magnitude(w, 1, 2), kept_magnitude(w, 1, 2, order=[0, 2, 1, 3])
+    (4.2, 8.0)
+  """
   channels = _columns(matrix, axis)
   if order is not None:
     channels = channels[np.asarray(order)]
@@ -33,16 +49,17 @@ def permutation(
 ) -> np.ndarray:
   """Return an order of channels in which N:M keeps more of |w|.
 
-  Swaps channels between groups while a swap raises the kept sum (Pool & Yu,
-  2021), from the given order on: never worse than N:M alone. Reorder the
-  outputs of the layers before alike, with `permute`.
+  Starts from the given order and swaps channels between groups while a swap
+  raises the kept sum (Pool & Yu, 2021), so the result never keeps less than the
+  given order. The outputs of the preceding layers must be reordered in the
+  same way; `permute` does both.
 
   Args:
     matrix: weights, or any scores.
     n: weights kept of every `m`.
     m: size of a group.
     axis: the axis along which groups run.
-    max_rounds: bound on the rounds of disjoint swaps.
+    max_rounds: largest number of rounds; a round swaps disjoint groups.
 
   Returns:
     Indices: `np.take(matrix, order, axis)` is the reordered matrix.
@@ -88,9 +105,10 @@ def permutation(
 
 
 def _with_one_replaced(channels: np.ndarray, n: int, m: int) -> np.ndarray:
-  """Return, for all i and j, what i's group keeps with j in the place of i.
+  """Return, for all i and j, the sum i's group keeps if j replaces i.
 
-  Without i a column keeps its n largest; j adds what it exceeds the last by.
+  Without i a column keeps its n largest magnitudes. Channel j adds the amount
+  by which it exceeds the smallest of these.
   """
   size, width = channels.shape
   groups = channels.reshape(-1, m, width)

@@ -8,10 +8,26 @@ from jaxpruner import mask_calculator, sparsity_types
 
 
 def refill(weights: Any, mask: Any, axis: int = -1) -> np.ndarray:
-  """Return the mask of whole channels that an unstructured mask speaks for.
+  """Turn an unstructured mask into a mask of whole channels.
 
-  The channels that kept the most `|w|` are filled up again, the others go, at
-  the same sparsity: a winning ticket made structural.
+  Keeps the channels with the largest sum of kept `|w|`, all their weights
+  included, and removes the other channels, at the same sparsity (Chen et al.,
+  2022).
+
+  Args:
+    weights: an array of weights.
+    mask: its unstructured mask, 1 = kept.
+    axis: the axis of the channels.
+
+  Returns:
+    A mask of the same shape in which each channel is kept or removed whole.
+
+  Example:
+    >>> weights = np.array([[3.0, 1.0], [2.0, 4.0]])
+    >>> refill(weights, [[1, 0], [1, 0]]).tolist()
+    [[1, 0], [1, 0]]
+    >>> refill(weights, [[1, 0], [0, 1]]).tolist()
+    [[0, 1], [0, 1]]
   """
   kept, sparsity = _kept(weights, np.asarray(mask))
   return np.asarray(sparsity_types.Channel(axis).mask(kept, sparsity))
@@ -20,20 +36,27 @@ def refill(weights: Any, mask: Any, axis: int = -1) -> np.ndarray:
 def regroup(
   weights: Any, mask: Any, block_shape: tuple[int, int] = (4, 4)
 ) -> tuple[np.ndarray, np.ndarray]:
-  """Return a mask of blocks at the same sparsity, and the rows' new order.
+  """Turn an unstructured mask into a mask of blocks, with reordered rows.
 
-  Rows that keep the same columns are brought together, then the blocks of the
-  reordered matrix that hold the most of the kept `|w|` are filled up, the
-  others go. Never keeps less of it than blocks of the rows as they come.
+  Puts rows that keep the same columns next to each other. Keeps the blocks of
+  the reordered matrix with the largest sum of kept `|w|`, all their weights
+  included, and removes the other blocks, at the same sparsity (Chen et al.,
+  2022). The kept sum is never smaller than with the rows in their given order.
 
   Args:
     weights: a matrix.
-    mask: its unstructured mask.
+    mask: its unstructured mask, 1 = kept.
     block_shape: height and width of the blocks.
 
   Returns:
-    `(mask, order)`: the mask of `weights` as it is, and the order in which
-    `mask[order]` consists of whole blocks.
+    `(mask, order)`: a mask for `weights` in its given order, and the order of
+    rows in which `mask[order]` consists of whole blocks.
+
+  Example:
+    >>> mask = np.array([[1, 1, 0, 0], [0, 0, 1, 1]] * 2)
+    >>> blocks, order = regroup(np.ones((4, 4)), mask, block_shape=(2, 2))
+    >>> order.tolist(), (blocks == mask).all().item()
+    ([0, 2, 1, 3], True)
   """
   mask = np.asarray(mask)
   if mask.ndim != 2:
@@ -57,13 +80,17 @@ def regroup(
 
 
 def _kept(weights: Any, mask: np.ndarray) -> tuple[Any, float]:
-  """What a mask keeps of `|w|`, and its sparsity."""
+  """Return `|w|` with zeros where removed, and the sparsity of the mask."""
   kept = np.where(mask, np.abs(np.asarray(weights, np.float32)), 0)
   return kept, 1 - np.count_nonzero(mask) / mask.size
 
 
 def _similar_rows(mask: np.ndarray, height: int) -> np.ndarray:
-  """Group rows: the fullest that is left, and those sharing most with it."""
+  """Order rows in groups that keep similar columns.
+
+  A group starts with the row that keeps the most among the rows left, and takes
+  the rows that share the most kept columns with it.
+  """
   bits = mask.astype(np.float32)
   shared, left = bits @ bits.T, np.ones(len(mask), bool)
   order: list[int] = []

@@ -16,20 +16,29 @@ def search_n_by_m(
   axis: int = -2,
   filter_fn: Callable[..., bool] = sparsity_distributions.default_filter,
 ) -> dict[str, sparsity_types.NByM]:
-  """Return an N:M type for every leaf, layers giving where it costs least.
+  """Choose N of N:M for every leaf so that little energy `Σw²` is removed.
 
-  In the manner of DominoSearch (Sun et al., 2021): all leaves start at M:M;
-  again and again the leaf whose next weight per group holds the smallest share
-  of the leaf's energy `Σw²`, per weight removed, gives it up, until the total
-  sparsity is reached. Pass the result as `sparsity_type`.
+  A greedy search like DominoSearch (Sun et al., 2021). All leaves start at
+  M:M. Each step lowers the N of one leaf by one: the leaf for which this
+  removes the smallest share of its energy per weight removed. The search stops
+  when the total sparsity is reached. Pass the result as `sparsity_type`.
 
   Args:
     params: the weights.
-    sparsity: fraction to remove of all leaves together; reached, and exceeded
-      by less than one step of the last leaf.
+    sparsity: fraction to remove of all leaves together; the result reaches it
+      and exceeds it by less than one step of the last leaf.
     m: size of the groups.
-    axis: the axis along which they run.
+    axis: the axis along which groups run.
     filter_fn: `(names, param) -> bool`, the leaves to prune.
+
+  Returns:
+    Path of the leaf -> its N:M type.
+
+  Example:
+    >>> params = {"even": np.ones((4, 4)), "peaked": np.diag(np.ones(4))}
+    >>> found = search_n_by_m(params, 0.375, m=4)
+    >>> {path: (kind.n, kind.m) for path, kind in found.items()}
+    {'even': (4, 4), 'peaked': (1, 4)}
   """
   sparsity = sparsity_distributions.check_sparsity(sparsity)
   steps: list[tuple[float, str]] = []

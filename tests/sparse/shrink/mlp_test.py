@@ -262,7 +262,7 @@ def test_factored_moments_are_refused():
   small = shrinking.shrink(fn, params, np.ones((1, 256), np.float32))
   assert models.shapes(small) == {"w": (256, 128), "v": (128, 4)}
   state = optax.scale_by_factored_rms().init(params)
-  with pytest.raises(ValueError, match="initialise this optimizer anew"):
+  with pytest.raises(ValueError, match="initialise this optimizer again"):
     small.shrink(state)
 
 

@@ -84,7 +84,7 @@ def test_one_partner_alone_stays_and_names_the_sum(cnn):
   small = models.shrink_and_compare(Cnn().apply, cnn, masks, IMAGES)
   assert small.removed == []
   (blocked,) = small.blocked
-  assert blocked.name == "params/Conv_0/kernel" and blocked.count == 5
+  assert blocked.name == "params/Conv_0/kernel" and blocked.slices == 5
   assert "Block_0/Conv_0" in blocked.reason
 
 
@@ -155,7 +155,7 @@ def test_one_query_of_one_group_stays():
   small = models.shrink_and_compare(models.decoder, params, masks, IDS)
   assert small.removed == []
   (blocked,) = small.blocked
-  assert blocked.count == 4 and "as 2x2x4" in blocked.reason
+  assert blocked.slices == 4 and "as 2x2x4" in blocked.reason
 
 
 def test_zero_queries_do_not_make_a_head_useless():

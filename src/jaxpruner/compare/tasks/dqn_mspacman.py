@@ -82,10 +82,10 @@ class DqnMsPacman(dqn_minatar.DqnMinatar):
     del data
     return EnvState(number, seen, replay, params)
 
-  def move(self, env: Any, action: jax.Array, key: jax.Array):
+  def move(self, state: Any, action: jax.Array, key: jax.Array) -> tuple:
     del key
-    seen, reward, done = _step(env, action)
-    return seen, env, jnp.sign(reward), done, done, seen
+    seen, reward, done = _step(state, action)
+    return seen, state, jnp.sign(reward), done, done, seen
 
   def evaluate(self, params: Any, data: Any) -> dict[str, jax.Array]:
     """Return the mean score of 8 games, each cut after 1,000 moves."""

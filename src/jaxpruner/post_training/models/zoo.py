@@ -17,7 +17,7 @@ from jaxpruner.post_training.models import (
 
 
 def _inner(*dense: str) -> Callable[[tuple[str, ...], Any], bool]:
-  """Take weights but those of these layers: first ones, embeddings, heads."""
+  """Return a filter that takes all weights except those of these layers."""
 
   def filter_fn(names: tuple[str, ...], leaf: Any) -> bool:
     return names[0] not in dense and sparsity_distributions.default_filter(
@@ -28,15 +28,32 @@ def _inner(*dense: str) -> Callable[[tuple[str, ...], Any], bool]:
 
 
 class Model(NamedTuple):
-  """A pretrained model and what is needed to prune and judge it."""
+  """A pretrained model with the functions to prune and evaluate it.
+
+  Attributes:
+    apply_fn: `(params, batch) -> outputs`.
+    params: its parameters.
+    filter_fn: `(names, param) -> bool`, the leaves to prune.
+    kind: "text", "image" or "sentence".
+    tokenizer: text -> token ids, for models of text.
+    window: tokens per input.
+    sample: `(rows, seed) -> token ids`, for a model that was trained only on
+      synthetic text and is calibrated on its own samples.
+
+  Example:
+    >>> model = Model(
+    ...   lambda params, x: x @ params["w"], {"w": np.ones((2, 1))},
+    ...   filter_fn=lambda names, param: True, kind="image")
+    >>> model.apply_fn(model.params, np.ones((1, 2))).tolist()
+    [[2.0]]
+  """
 
   apply_fn: Callable[[Any, Any], Any]
   params: Any
   filter_fn: Callable[[tuple[str, ...], Any], bool]
-  kind: str  # "text", "image" or "sentence"
+  kind: str
   tokenizer: Any = None
-  window: int = 0  # tokens it sees at once
-  # (rows, seed) -> token ids; of a model that knows only its own kind of text.
+  window: int = 0
   sample: Callable[[int, int], np.ndarray] | None = None
 
 
@@ -105,15 +122,28 @@ MODELS = {
 
 
 def load(name: str, folder: str | None = None) -> Model:
-  """Load a built-in model, its archive verified.
+  """Load a built-in model and verify its archive.
 
   Args:
     name: one of `MODELS`.
-    folder: where its package lies; by default $JAXPRUNER_DATA or a user cache.
+    folder: the folder of its package; by default $JAXPRUNER_DATA or a user
+      cache.
+
+  Returns:
+    The model with its parameters.
 
   Raises:
     DataError: the package is missing (the message says how to get it), altered
       or malformed.
+    ValueError: there is no model of this name.
+
+  Example:
+    >>> load("ResNet50")  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    ValueError: model 'ResNet50' is unknown; choose from [...'ResNet-50', ...]
+    >>> from jaxpruner.post_training.models import MODELS
+    >>> MODELS["ResNet-50"].what
+    'ImageNet, 25.6 M weights'
   """
   if name not in MODELS:
     raise ValueError(f"model {name!r} is unknown; choose from {list(MODELS)}")

@@ -1,4 +1,4 @@
-"""Solvers: prune one weight, given what is known of its inputs.
+"""Solvers: prune one weight, given the statistics of its inputs.
 
 magnitude, wanda   rank scores
 sparsegpt          remove, and let weights not yet visited make up for it

@@ -99,7 +99,7 @@ def prune(
     sparsity: fraction removed.
     pattern: shape of the mask.
     damping: fraction of the mean diagonal added to the Hessian.
-    steps: at most so many.
+    steps: largest number of ADMM steps.
     refinement: conjugate-gradient steps at the end.
 
   Returns:

@@ -1,4 +1,4 @@
-"""Magnitude: keep the largest weights, whatever the inputs."""
+"""Magnitude: keep the largest weights; the inputs are not used."""
 
 import functools
 from typing import Any

@@ -23,7 +23,7 @@ def prune(
   damping: float = 0.01,
   outputs_at_once: int = 32,
 ) -> tuple[Array, Array]:
-  """Remove, for each output, the cheapest weight again and again.
+  """Remove, for each output, one weight after another, the cheapest first.
 
   Each removal is the exact optimum of Optimal Brain Surgeon: the weight with
   the least wₚ² / [H⁻¹]ₚₚ goes, all others move by -wₚ H⁻¹₍:,ₚ₎ / [H⁻¹]ₚₚ, and p

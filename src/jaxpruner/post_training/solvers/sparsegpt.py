@@ -1,4 +1,4 @@
-"""SparseGPT: remove weights and let those not yet visited make up for it."""
+"""SparseGPT: remove weights and correct the weights not yet visited."""
 
 import functools
 import math
@@ -53,7 +53,7 @@ def prune(
   damping: float = 0.01,
   block_size: int = 128,
 ) -> tuple[Array, Array]:
-  """Remove the weights cheapest by w² / U²ᵢᵢ; edit the rest to make up for it.
+  """Remove the weights of smallest w² / U²ᵢᵢ; correct the others for the error.
 
   Inputs are visited in order, in panels of `block_size`. When a panel is
   reached its mask is chosen by the error that each removal would cause (for
@@ -124,7 +124,7 @@ def _panel(pattern, size, seen, w, errors, mask, factor, start, ones):
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _reach(size, seen, w, errors, factor, start) -> tuple[Array, Array]:
-  """Apply to a panel what it owes to the panels before it."""
+  """Apply the corrections of the preceding panels to a panel."""
   panel = lax.dynamic_slice_in_dim(w, start, size, 0)
   if seen:
     owed = lax.dynamic_slice_in_dim(factor[:seen], start, size, 1)

@@ -15,12 +15,12 @@ NEEDS = ("none", "square", "gram")
 
 @dataclasses.dataclass(frozen=True)
 class Solver:
-  """A function that prunes one weight, and the statistics it lives on.
+  """A function that prunes one weight, and the statistics it needs.
 
   Attributes:
     solve: `(w, statistics, sparsity, pattern) -> (w, mask)`, float32 and uint8,
-      all laid out as (groups, inputs, outputs). If it has parameters `damping`
-      or `block_size`, it is given those of `prune`.
+      all of shape (groups, inputs, outputs). If it has parameters `damping` or
+      `block_size`, it gets the values given to `prune`.
     needs: "none" (statistics may be None), "square" (means and squares of the
       inputs), or "gram" (also their second moments).
 
@@ -48,7 +48,7 @@ class Solver:
 
   @property
   def options(self) -> tuple[str, ...]:
-    """The further arguments of `prune` that it takes."""
+    """The arguments of `prune` that `solve` takes in addition."""
     known = inspect.signature(self.solve).parameters
     return tuple(o for o in ("damping", "block_size") if o in known)
 
@@ -68,13 +68,13 @@ SOLVERS: _registry.Registry[Solver] = _registry.Registry(
 
 
 def register_solver(name: str, needs: str = "gram") -> Callable[[F], F]:
-  """Give a post-training solver a name: a function decorator.
+  """Register a post-training solver under a name; use it as a decorator.
 
-  `prune(…, method="name")` then uses it.
+  `prune(…, method="name")` then uses the solver.
 
   Args:
-    name: the name; a taken one is refused.
-    needs: the statistics it lives on, see `Solver`.
+    name: the name; a name that is already taken is refused.
+    needs: the statistics it needs: "none", "square" or "gram", see `Solver`.
 
   Returns:
     A function that registers `(w, statistics, sparsity, pattern) -> (w, mask)`
