@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxpruner.engine import warm_start
+from jaxpruner.engine.conditional import run_if
 from jaxpruner.engine.expression import (
   ScoreExpr,
   Scores,
@@ -42,6 +43,7 @@ def select(
   *,
   together: bool = False,
   hint: Array | None = None,
+  among: Sequence[Array] | None = None,
 ) -> Selection:
   """Keep the largest scores of each leaf, or of all leaves together.
 
@@ -55,6 +57,8 @@ def select(
       int32 scalars, or one int32 array of them.
     together: rank all leaves in one order (global pruning).
     hint: `new_hint(number of leaves)`, or the hint of the selection before.
+    among: masks shaped as the scores; where they are 0, scores rank below all
+      others (below NaN too) and do not count for `finite`.
 
   Returns:
     A `Selection`.
@@ -62,6 +66,10 @@ def select(
   from jaxpruner import mask_calculator
   from jaxpruner.engine import lazy
 
+  given = scores
+  if among is not None:
+    below = lambda s, a: jnp.where(a > 0, s, jnp.asarray(-jnp.inf, s.dtype))
+    scores = [apply(below, s, a) for s, a in zip(scores, among, strict=True)]
   entries: list[Any] = []
   for row, score in enumerate(scores):
     expression = isinstance(score, ScoreExpr)
@@ -72,6 +80,11 @@ def select(
     entries.append(entry)
   masks = mask_calculator.topk_masks(entries, keep, together=together)
   finite = [lazy.finite(entry) for entry in entries]
+  if among is not None:
+    known = lambda s, a: jnp.where(a > 0, s, jnp.zeros_like(s))
+    finite = [
+      all_finite(apply(known, s, a)) for s, a in zip(given, among, strict=True)
+    ]
   trails = [entry.trail for entry in entries]
   return Selection(
     masks,
@@ -97,6 +110,7 @@ __all__ = [
   "apply",
   "defer",
   "new_hint",
+  "run_if",
   "select",
   "value",
 ]
