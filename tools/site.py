@@ -111,7 +111,7 @@ def gallery_page(name: str) -> str:
   example = EXAMPLE.format(
     config=json.dumps(config),
     bind=BIND if "loss" in needs else "",
-    extra=SECOND if cls.gradients_per_step > 1 else "",
+    extra=SECOND if c.gradients_per_step > 1 else "",
   )
   facts = [
     ("name in a configuration", f"`{name}`"),

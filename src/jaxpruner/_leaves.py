@@ -1,19 +1,21 @@
-"""Trees: names of leaves, maps that know `None`, patterns, sharding.
+"""Trees: names of leaves, the prunable ones, patterns, sharding.
 
 `None` (or Optax's `MaskedNode`) in a tree of masks or sparsities means "this
 leaf stays dense". A bare `jax.tree.map` would drop it; the functions here align
-such trees with the parameters instead.
+such trees with the parameters instead, and `Prunable` leaves it out.
 """
 
 import difflib
 import fnmatch
 import zlib
 from collections.abc import Callable, Iterable
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import optax
+
+from jaxpruner import mask_calculator
 
 PyTree: TypeAlias = Any
 Names: TypeAlias = tuple[str, ...]
@@ -91,6 +93,106 @@ def map_masks(
   columns = [align(tree, other, name) for other in others]
   return treedef.unflatten(
     [fn(*leaf, *row) for leaf, *row in zip(leaves, *columns, strict=True)]
+  )
+
+
+class Prunable(NamedTuple):
+  """The prunable leaves of a parameter tree: what an algorithm handles.
+
+  `updater.view(params)` makes it. All lists have one entry per prunable leaf,
+  in the order of the tree; dense leaves, `None` and packed bits do not show.
+
+  Attributes:
+    names: path of each prunable leaf.
+    kinds: its sparsity type.
+    targets: the sparsity it is heading for.
+    params: the parameters.
+    packed: whether stored masks hold one bit per weight.
+    places: index of each prunable leaf among all leaves.
+    among: paths of all leaves.
+  """
+
+  names: tuple[Names, ...]
+  kinds: tuple[Any, ...]
+  targets: tuple[Any, ...]
+  params: PyTree
+  packed: bool
+  places: tuple[int, ...]
+  among: tuple[Names, ...]
+
+  @property
+  def leaves(self) -> list[Any]:
+    """The prunable parameters."""
+    leaves = jax.tree.leaves(self.params)
+    return [leaves[i] for i in self.places]
+
+  def of(self, tree: PyTree, name: str = "masks") -> list[Any]:
+    """Return a tree's entries for the prunable leaves, masks unpacked.
+
+    Args:
+      tree: a tree like the parameters: gradients, moments, scores, or masks as
+        a state stores them. It may hold `None` where a leaf stays dense.
+      name: what an error calls the tree.
+
+    Returns:
+      A list, one entry per prunable leaf.
+    """
+    entries = align(self.params, tree, name)
+    found = []
+    for place, names in zip(self.places, self.names, strict=True):
+      if entries[place] is None:
+        raise ValueError(
+          f"{name}: no entry for params leaf {join(names)!r}, which is pruned; "
+          f"pass the {name} of all params"
+        )
+      found.append(entries[place])
+    # All prunable leaves are floats, so packed uint8 entries are masks.
+    if self.packed:
+      pairs = zip(found, self.leaves, strict=True)
+      is_mask = lambda x: getattr(x, "dtype", None) == jnp.uint8
+      found = [unpack(x, p) if is_mask(x) else x for x, p in pairs]
+    return found
+
+  def put(self, tree: PyTree, entries: Iterable[Any]) -> PyTree:
+    """Return `tree` with these entries in place of the prunable leaves.
+
+    Args:
+      tree: a tree like the parameters; `None` makes all dense leaves `None`.
+      entries: one per prunable leaf.
+
+    Returns:
+      A tree of the structure of the parameters.
+    """
+    result = align(self.params, tree, "tree")
+    for place, entry in zip(self.places, entries, strict=True):
+      result[place] = entry
+    return jax.tree.structure(self.params).unflatten(result)
+
+  def map(self, fn: Callable[..., Any], *trees: PyTree) -> PyTree:
+    """Apply a function to each prunable leaf; others stay as in the first tree.
+
+    Args:
+      fn: takes one entry of each tree.
+      *trees: trees like the parameters, masks packed or not.
+
+    Returns:
+      The first tree, prunable leaves replaced by `fn`'s results.
+    """
+    return self.put(trees[0], map(fn, *(self.of(t, "trees") for t in trees)))
+
+  def store(self, masks: Iterable[Any]) -> PyTree:
+    """Return the tree of masks that a state keeps: packed, if they are."""
+    if self.packed:
+      masks = [with_auto_axes(mask_calculator.pack_mask, m) for m in masks]
+    return self.put(None, masks)
+
+
+def unpack(mask: jax.Array, param: jax.Array) -> jax.Array:
+  """Return the uint8 mask that packed bits stand for, laid out like `param`."""
+  return with_auto_axes(
+    lambda mask: mask_calculator.unpack_mask(mask, param.shape),
+    mask,
+    like=param,
   )
 
 

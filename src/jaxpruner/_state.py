@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -11,8 +11,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpruner import _leaves, mask_calculator
-from jaxpruner.engine import search as _selection
+from jaxpruner import _leaves, engine
 
 Array: TypeAlias = jax.Array
 PyTree: TypeAlias = Any
@@ -31,11 +30,28 @@ class Category:
     when: "before", "during" or "after" training are weights removed.
     start: "dense-to-sparse", "sparse-to-sparse", or "dense".
     dynamic: whether a removed weight may come back.
-    needs: what the algorithm reads besides the weights; of "gradients",
-      "momentum" (the optimizer's first moment), "loss" (the function, given
-      to `bind`), "data", "activations", "random" (it draws).
+    needs: what scores are computed from, beside the weights: "gradients" of the
+      step, their "momentum", "random" numbers, the "loss" given to `bind`,
+      "data" (a batch) or "activations".
     paper: who proposed it.
     cost: what it adds to a training step, in words.
+    gradients_per_step: evaluations of the gradient in a training step.
+    trainings: `sparsity -> number`, how many trainings of the usual length the
+      method takes; None means one.
+    temperature: what the network's outputs are divided by in the loss given to
+      `bind`.
+    default_schedule: the schedule of a configuration that names none; None
+      means "periodic" for dynamic algorithms that start sparse, and
+      "polynomial" for all others.
+    update_every: steps between mask updates in a configuration that does not
+      say; None means at least ten updates, at most one in a hundred steps.
+    trained: the key in `state.stats` of the masks of the trained weights, where
+      those are not `state.masks`.
+
+  Example:
+    >>> import jaxpruner
+    >>> jaxpruner.algorithm_category("rigl").start
+    'sparse-to-sparse'
   """
 
   when: str = "during"
@@ -44,6 +60,12 @@ class Category:
   needs: frozenset[str] = frozenset()
   paper: str = ""
   cost: str = ""
+  gradients_per_step: int = 1
+  trainings: Callable[[float], int] | None = None
+  temperature: float = 1.0
+  default_schedule: str | None = None
+  update_every: int | None = None
+  trained: str | None = None
 
 
 class Tally(NamedTuple):
@@ -108,13 +130,30 @@ def apply_mask(param: Array, mask: Any, is_packed: bool = False) -> Array:
   return jnp.where(mask, param, jnp.zeros((), param.dtype))
 
 
-def unpack_mask(mask: Array, param: Array) -> Array:
-  """Return the uint8 mask that packed bits stand for, laid out like `param`."""
-  return _leaves.with_auto_axes(
-    lambda mask: mask_calculator.unpack_mask(mask, param.shape),
-    mask,
-    like=param,
-  )
+unpack_mask = _leaves.unpack
+
+
+@jax.custom_vjp
+def masked_forward(param: Array, mask: Array, reach: Array | None) -> Array:
+  """Return the masked weights; the gradient passes to those in `reach`.
+
+  Args:
+    param: the weights.
+    mask: uint8, the weights that the forward pass sees.
+    reach: uint8, the weights that the gradient reaches; None means all, the
+      straight-through estimator.
+
+  Returns:
+    The weights, +0.0 where the mask is 0.
+  """
+  del reach
+  return apply_mask(param, mask)
+
+
+masked_forward.defvjp(
+  lambda param, mask, reach: (apply_mask(param, mask), reach),
+  lambda reach, cotangent: (apply_mask(cotangent, reach), None, None),
+)
 
 
 def check_fit(
@@ -139,6 +178,42 @@ def count_ones(mask: Array) -> Array:
   return jnp.sum(jax.lax.population_count(mask), dtype=jnp.uint32)
 
 
+def replace_masks(
+  view: _leaves.Prunable,
+  state: SparseState,
+  masks: list[Array],
+  finite: Any,
+  shrink: bool = False,
+) -> SparseState:
+  """Return the state with new masks, the old one where scores are not finite.
+
+  Args:
+    view: the prunable leaves.
+    state: the state before.
+    masks: the new masks of the prunable leaves.
+    finite: bool per leaf, whether all scores it was selected by are finite.
+      Refused updates are counted in `skipped`.
+    shrink: also keep a mask that has fewer ones than the new one.
+
+  Returns:
+    The state, its other fields unchanged.
+  """
+  if not masks:
+    return state
+  stored = jax.tree.leaves(view.store(masks))
+  old = jax.tree.leaves(state.masks)
+  finite = [finite[i] for i in range(len(masks))]
+  kept = []
+  for ok, mask, before in zip(finite, stored, old, strict=True):
+    if shrink:
+      ok &= count_ones(mask) <= count_ones(before)
+    kept.append(jnp.where(ok, mask, before))
+  skipped = state.skipped
+  if skipped is not None:
+    skipped = skipped + (1 - jnp.stack(finite).astype(jnp.int32))
+  return state._replace(masks=view.put(None, kept), skipped=skipped)
+
+
 def new_tally(leaves: list[Any], masks: list[Any], tracked: bool) -> Tally:
   """Return the counts before the first update."""
   size = jnp.asarray(np.array([leaf.size for leaf in leaves], np.uint32))
@@ -149,17 +224,33 @@ def new_tally(leaves: list[Any], masks: list[Any], tracked: bool) -> Tally:
   return Tally(size, kept, grown, dropped, reset, explored)
 
 
-def update_tally(
-  tally: Tally, old: list[Any], new: list[Any], seen: list[Any], fresh: bool
-) -> Tally:
-  """Return the counts of an update from masks to masks."""
-  kept, grown = jnp.stack(list(map(_kept_and_grown, old, new)), 1)
-  return tally._replace(
-    kept=kept,
-    grown=grown,
-    dropped=tally.kept + grown - kept,
-    reset=grown if fresh else tally.reset,
-    explored=jnp.stack([count_ones(s) for s in seen]) if seen else None,
+def count_changes(
+  old: SparseState, new: SparseState, fresh: bool
+) -> SparseState:
+  """Return the new state with its tally, if its masks are not the old ones.
+
+  Args:
+    old: the state before a mask update.
+    new: the state after it.
+    fresh: whether grown weights get fresh optimizer moments.
+  """
+  before, after = jax.tree.leaves(old.masks), jax.tree.leaves(new.masks)
+  same = all(a is b for a, b in zip(before, after, strict=True))
+  if old.tally is None or same:
+    return new
+  if new.explored is not None:
+    union = jax.tree.map(jnp.bitwise_or, new.explored, new.masks)
+    new = new._replace(explored=union)
+  seen = [count_ones(mask) for mask in jax.tree.leaves(new.explored)]
+  kept, grown = jnp.stack(list(map(_kept_and_grown, before, after)), 1)
+  return new._replace(
+    tally=old.tally._replace(
+      kept=kept,
+      grown=grown,
+      dropped=old.tally.kept + grown - kept,
+      reset=grown if fresh else old.tally.reset,
+      explored=jnp.stack(seen) if seen else None,
+    )
   )
 
 
@@ -167,8 +258,16 @@ def update_tally(
 def _kept_and_grown(old: Array, new: Array) -> Array:
   # On bits and on bytes of 0 and 1 alike.
   ones = [jax.lax.population_count(x) for x in (new, new & ~old)]
-  ones = [x.astype(jnp.uint32) for x in ones]
-  return jnp.stack(_selection.totals(ones))
+  values = [x.astype(jnp.uint32) for x in ones]
+  # One reduction of two operands, the rows first: XLA's CPU backend vectorizes
+  # it as it stands and threads share it, while it writes the operand of a long
+  # reduction of one operand to memory first.
+  add = lambda a, b: [x + y for x, y in zip(a, b, strict=True)]
+  last = old.ndim - 1
+  for axes in ((last,), tuple(range(last))):
+    if old.ndim and axes:
+      values = jax.lax.reduce(values, [np.uint32(0)] * 2, add, axes)
+  return jnp.stack(values)
 
 
 def find_state(opt_state: PyTree) -> SparseState:
@@ -239,10 +338,24 @@ def draw(
 ) -> list[Array]:
   """Return uniform float32 scores that depend on key, salt and path only."""
   words = _words(data, salt, names)
-  return [
-    _uniform(_selection.row_from([words], i)[0], leaf)
-    for i, leaf in enumerate(leaves)
-  ]
+  return [_uniform(_row(words, i), leaf) for i, leaf in enumerate(leaves)]
+
+
+def _row(table: Array, index: int) -> Array:
+  """Return a row of a table, at an index that XLA takes for data.
+
+  What XLA does: it compiles equal kernels once. An index written into the code
+  makes the kernels of equal leaves differ. What we do: hide it behind a
+  barrier, in an array of two, since one number alone would be folded in.
+  """
+  places = jnp.asarray(np.array([index, 0], np.uint32))
+  return _row_at(table, jax.lax.optimization_barrier(places))
+
+
+@jax.jit
+def _row_at(table: Array, places: Array) -> Array:
+  place = jax.lax.index_in_dim(places, 0, keepdims=False)
+  return jax.lax.dynamic_index_in_dim(table, place, keepdims=False)
 
 
 @functools.partial(jax.jit, static_argnames="names")
@@ -262,7 +375,11 @@ def _uniform(words: Array, like: Array) -> Array:
   the scores instead of being stored.
   """
   step = words[1] | np.uint32(1)  # odd, so that no two elements share bits
-  bits = (_selection.flat_index(like.shape) * step) ^ words[0]
+  index, stride = jnp.zeros(like.shape, jnp.uint32), 1
+  for axis in reversed(range(like.ndim)):  # row-major, without a reshape
+    iota = jax.lax.broadcasted_iota(jnp.uint32, like.shape, axis)
+    index, stride = index + iota * np.uint32(stride), stride * like.shape[axis]
+  bits = (index * step) ^ words[0]
   # Multiplication carries low bits upwards, shifts bring them back.
   for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
     bits = (bits ^ (bits >> np.uint32(shift))) * np.uint32(factor)
@@ -274,7 +391,7 @@ def _uniform(words: Array, like: Array) -> Array:
 def refuse_nan(leaves: list[tuple[_leaves.Names, Any]]) -> None:
   """Raise outside `jit` if scores hold NaN, naming path and count."""
   for names, entry in leaves:
-    scores: Any = entry() if callable(entry) else entry
+    scores = engine.value(entry)
     if isinstance(scores, jax.core.Tracer):
       continue
     if not jnp.issubdtype(jnp.result_type(scores), jnp.inexact):

@@ -1,20 +1,24 @@
-"""The updater: an Optax wrapper that confines parameters to a sparse set."""
+"""The updater: configuration, and the hooks that algorithms share.
+
+The step that calls the hooks is in `_transform`.
+"""
 
 import dataclasses
-import functools
-from collections.abc import Callable, Mapping
+import enum
+import warnings
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax
-import jax.core
-import jax.extend.core
 import jax.numpy as jnp
 import optax
 
 from jaxpruner import (
-  _checks,
   _leaves,
-  _moments,
+  _ranking,
+  _transform,
+  _view,
+  engine,
   mask_calculator,
   sparsity_distributions,
   sparsity_schedules,
@@ -28,20 +32,48 @@ from jaxpruner._state import (
   SparseState,
   Sparsities,
   apply_mask,
-  count_ones,
   draw,
   find_state,
   frozen,
+  masked_forward,
   new_tally,
   params_key,
   refuse_nan,
+  replace_masks,
   seed_data,
-  unpack_mask,
-  update_tally,
 )
-from jaxpruner.engine import lazy as _lazy
 
-UNSET = functools.partial(sparsity_distributions.uniform, sparsity=0.0)
+__all__ = [
+  "UNSET",
+  "BaseUpdater",
+  "Category",
+  "NoPruning",
+  "SparseState",
+  "apply_mask",
+  "find_state",
+  "frozen",
+  "masked_forward",
+  "replace_masks",
+]
+
+
+class _Unset(enum.Enum):
+  """A distribution that nobody chose: nothing is removed.
+
+  A member of an enumeration stays itself when it is copied or pickled, so
+  `is UNSET` holds for copies too.
+  """
+
+  UNSET = "unset"
+
+  def __call__(self, params: PyTree) -> Sparsities:
+    return sparsity_distributions.uniform(params, 0.0)
+
+  def __repr__(self) -> str:
+    return "UNSET"
+
+
+UNSET = _Unset.UNSET
 
 
 @dataclasses.dataclass(eq=False)
@@ -64,6 +96,18 @@ class BaseUpdater:
     continue_sparse: start from a sparse model: weights that are zero at `init`
       are pruned already. Masks then only change once the schedule asks for
       fewer weights than are left.
+
+  Example:
+    >>> import dataclasses, functools, jax, jax.numpy as jnp, jaxpruner
+    >>> @dataclasses.dataclass(eq=False)
+    ... class SmallestPruning(jaxpruner.BaseUpdater):
+    ...   def calculate_scores(self, params, sparse_state=None, grads=None):
+    ...     return jax.tree.map(lambda w: -jnp.abs(w), params)
+    >>> pruner = SmallestPruning(
+    ...   sparsity_distribution_fn=functools.partial(
+    ...     jaxpruner.sparsity_distributions.uniform, sparsity=0.5))
+    >>> pruner.instant_sparsify(jnp.array([[3.0, -1, 2, -4]]))[1].tolist()
+    [[0, 1, 1, 0]]
   """
 
   scheduler: Any = sparsity_schedules.NoUpdateSchedule()
@@ -78,18 +122,20 @@ class BaseUpdater:
   continue_sparse: bool = False
 
   category: ClassVar[Category] = Category()
+  # "leaf": scores are ranked within their leaf; "global": over all leaves.
+  ranking: ClassVar[str] = "leaf"
   # Whether weights under the mask are kept at zero in the parameters.
   holds_zeros: ClassVar[bool] = True
+  # Whether masks are selected after every update, from the new weights, and
+  # applied in the forward pass only.
+  straight_through: ClassVar[bool] = False
   # Whether removed weights may return, and must then find fresh moments.
   regrows: ClassVar[bool] = False
-  # How often configuration updates the masks, if the method says so itself.
-  update_every: ClassVar[int | None] = None
-  # The schedule a configuration gets that names none; None: by `regrows`.
-  default_schedule: ClassVar[str | None] = None
-  # Evaluations of the gradient in a training step, which is what a step costs.
-  gradients_per_step: ClassVar[int] = 1
-  # What the network's outputs should be divided by in the loss to bind.
-  temperature: ClassVar[float] = 1.0
+  # Whether mask updates change `stats` too.
+  changes_stats: ClassVar[bool] = False
+  # Whether scores change so little from step to step that the thresholds of the
+  # last selections, kept in `stats`, tell where to look for the next.
+  steady: ClassVar[bool] = False
 
   def __init_subclass__(cls, **kwargs):
     super().__init_subclass__(**kwargs)
@@ -100,7 +146,9 @@ class BaseUpdater:
         setattr(cls, name, getattr(BaseUpdater, name))
 
   def __post_init__(self):
-    _checks.check_fields(self)
+    _view.check_fields(self)
+    if self.ranking == "global":
+      _ranking.check_fields(self)
 
   def __eq__(self, other: object) -> bool:
     if not isinstance(other, BaseUpdater) or type(self) is not type(other):
@@ -121,11 +169,30 @@ class BaseUpdater:
 
   # --- what an algorithm may override -------------------------------------
 
-  @classmethod
-  def trainings(cls, sparsity: float) -> int:
-    """Return how many trainings of the usual length the method takes."""
-    del sparsity
-    return 1
+  def calculate_scores(
+    self,
+    params: PyTree,
+    sparse_state: SparseState | None = None,
+    grads: PyTree = None,
+  ) -> PyTree:
+    """Return a score for every weight; the highest are kept.
+
+    An override may take further keyword arguments, by name or as `**extra`: it
+    gets those of `tx.update(grads, state, params, **extra)` and
+    `instant_sparsify(params, grads, **extra)`.
+
+    Args:
+      params: the parameters.
+      sparse_state: the state, None outside training.
+      grads: the gradients of this step, None where there are none.
+
+    Returns:
+      A tree of real numbers, shaped as the parameters.
+    """
+    raise TypeError(
+      f"{type(self).__name__} must define calculate_scores(self, params, "
+      "sparse_state=None, grads=None), which says what weights matter"
+    )
 
   def bind(
     self,
@@ -141,119 +208,158 @@ class BaseUpdater:
       batch: examples for the loss.
       apply: `(params, inputs) -> outputs`, for what needs no labels.
       inputs: what `apply` takes; only its shape may matter.
+
+    Returns:
+      The updater itself, unless its category needs a "loss".
     """
     del loss, batch, apply, inputs
     return self
 
-  def calculate_scores(
-    self,
-    params: PyTree,
-    sparse_state: SparseState | None = None,
-    grads: PyTree = None,
-  ) -> PyTree:
-    """Return a tree of scores like `params`; the highest are kept."""
-    raise TypeError(
-      f"{type(self).__name__} must define calculate_scores(self, params, "
-      "sparse_state=None, grads=None), which says what weights matter"
-    )
-
-  def distribute(self, params: PyTree) -> Sparsities:
-    """Return the sparsity each leaf is heading for."""
-    if self.sparsity_distribution_fn is None:
-      return None
-    return self.sparsity_distribution_fn(params)
-
   def get_initial_masks(
     self, params: PyTree, target_sparsities: Sparsities
   ) -> Masks:
-    """Return the masks training starts with: all ones, unless overridden."""
-    return _leaves.map_masks(
-      lambda _, p, s: (
-        None
-        if s is None
-        else _leaves.shard_like(
-          jnp.ones_like(p, dtype=mask_calculator.MASK_DTYPE), p
-        )
-      ),
-      params,
-      target_sparsities,
-      name="target_sparsities",
-    )
+    """Return the masks training starts with.
 
-  def init_stats(self, params: PyTree, masks: Masks) -> Any:
-    """Return what the algorithm remembers from step to step: nothing."""
-    del params, masks
-    return None
+    Args:
+      params: the parameters.
+      target_sparsities: a float per prunable leaf, None for dense ones.
 
-  def observe(
+    Returns:
+      Ones; for straight-through algorithms the masks of step 0.
+    """
+    view = self.view(params, target_sparsities)
+    if self.straight_through and "gradients" not in self.needs:
+      scores = view.of(self.calculate_scores(params), "scores")
+      start = SparseState(None, target_sparsities=target_sparsities, count=0)
+      wanted = self.sparsities_at(view, start, 0)
+      return view.put(None, self._select(view, scores, wanted).masks)
+    ones = lambda p: jnp.ones_like(p, dtype=mask_calculator.MASK_DTYPE)
+    return view.put(None, [_leaves.shard_like(ones(p), p) for p in view.leaves])
+
+  def init_extra(self, params: PyTree, masks: Masks) -> Any:
+    """Return what the algorithm remembers from step to step, `state.stats`.
+
+    Args:
+      params: the parameters.
+      masks: the first masks, not packed.
+
+    Returns:
+      A pytree of arrays, or None.
+    """
+    del params
+    number = len(jax.tree.leaves(masks))
+    return engine.new_hint(number) if self.steady and number else None
+
+  def on_gradients(
     self, state: SparseState, params: PyTree, grads: PyTree
   ) -> SparseState:
-    """Return the state after a look at this step's gradients; a hook."""
+    """Return the state after a look at the gradients, at every step.
+
+    Args:
+      state: the state before the step.
+      params: the parameters.
+      grads: their gradients.
+
+    Returns:
+      The state, its `stats` perhaps changed.
+    """
     del params, grads
     return state
 
   def update_state(
-    self, sparse_state: SparseState, params: PyTree, grads: PyTree
+    self,
+    sparse_state: SparseState,
+    params: PyTree,
+    grads: PyTree,
+    **extra: Any,
   ) -> SparseState:
-    """Return the state with the masks this step calls for."""
-    scores = self._scores(sparse_state, params, grads)
-    if not getattr(type(self).create_masks, "takes_lazy", False):
-      scores = jax.tree.map(_lazy.value, scores)
-    sparsities = self.sparsities_at(sparse_state, params, sparse_state.count)
-    masks = self.create_masks(scores, sparsities)
-    return self.replace_masks(sparse_state, params, masks, scores)
+    """Return the state with new masks, at a step that the schedule chose.
+
+    Args:
+      sparse_state: the state; `count` is the step.
+      params: the parameters.
+      grads: their gradients.
+      **extra: keyword arguments of `tx.update`.
+
+    Returns:
+      A state of the same structure.
+    """
+    view = self.view(params)
+    if not view.names or self.category.when == "before":
+      return sparse_state
+    scores = self._scores(view, sparse_state, grads, extra)
+    wanted = self.sparsities_at(view, sparse_state, sparse_state.count)
+    hint = sparse_state.stats if self.steady else None
+    found = self._select(view, scores, wanted, hint)
+    if hint is not None:
+      sparse_state = sparse_state._replace(stats=found.hint)
+    return self._replace_masks(view, sparse_state, found.masks, found.finite)
 
   def prepare_gradients(
     self, grads: PyTree, state: SparseState, params: PyTree
   ) -> PyTree:
-    """Return the gradients the optimizer sees."""
+    """Return the gradients the optimizer sees.
+
+    Args:
+      grads: the gradients of the step.
+      state: the state, with the masks in force.
+      params: the parameters.
+
+    Returns:
+      A tree like the gradients.
+    """
     del params
     if not self.is_sparse_gradients:
       return grads
     return self.apply_masks(grads, state.masks)
 
-  def confine(
+  def hold_zeros(
     self, updates: PyTree, state: SparseState, params: PyTree
   ) -> PyTree:
     """Return updates that leave pruned weights at exactly +0.0.
 
-    The update of a pruned weight is minus the weight, in a dtype wide enough
-    that their sum is exact.
+    Args:
+      updates: what the optimizer wants to add to the parameters.
+      state: the state, with the masks in force.
+      params: the parameters.
+
+    Returns:
+      The updates; that of a pruned weight is minus the weight, in a dtype wide
+      enough that their sum is exact.
     """
     if not self.holds_zeros:
       return updates
 
-    def confine_leaf(_, param, update, mask):
+    def hold(_, param, update, mask):
       if mask is None:
         return update
       dtype = jnp.promote_types(param.dtype, update.dtype)
-      kept = self._unpack(mask, param)
-      return jnp.where(kept, update.astype(dtype), -param.astype(dtype))
+      mask = _leaves.unpack(mask, param) if self.use_packed_masks else mask
+      return jnp.where(mask, update.astype(dtype), -param.astype(dtype))
 
     updates = jax.tree.structure(params).unflatten(
       _leaves.align(params, updates, "updates")
     )
-    return _leaves.map_masks(confine_leaf, params, updates, state.masks)
-
-  def after_update(
-    self,
-    state: SparseState,
-    params: PyTree,
-    updates: PyTree,
-    grads: PyTree = None,
-  ) -> SparseState:
-    """Return the state after an update; a hook for per-step masks."""
-    del params, updates, grads
-    return state
-
-  def trained_masks(self, state: SparseState) -> Masks:
-    """Return the masks of the weights that are trained; None means all."""
-    return state.masks if self.holds_zeros else None
+    return _leaves.map_masks(hold, params, updates, state.masks)
 
   def pre_forward_update(self, params: PyTree, opt_state: PyTree) -> PyTree:
-    """Return the parameters the forward pass should see."""
-    del opt_state
-    return params
+    """Return the parameters the forward pass should see.
+
+    Args:
+      params: the parameters.
+      opt_state: the optimizer's state, which holds a `SparseState`.
+
+    Returns:
+      The parameters; of straight-through algorithms the masked ones, whose
+      gradient reaches every weight.
+    """
+    if not self.straight_through:
+      return params
+    masks = find_state(opt_state).masks
+    if not jax.tree.leaves(masks):
+      return params
+    see = lambda param, mask: masked_forward(param, mask, None)
+    return self.view(params).map(see, params, masks)
 
   def post_gradient_update(self, params: PyTree, opt_state: PyTree) -> PyTree:
     """Return the parameters with pruned weights at zero; idempotent.
@@ -261,12 +367,19 @@ class BaseUpdater:
     `wrap_optax` already keeps them there. Call this once after `init`, so that
     the first forward pass is sparse too, and on parameters the wrapper does not
     see: averages, target networks.
+
+    Args:
+      params: the parameters.
+      opt_state: the optimizer's state, which holds a `SparseState`.
+
+    Returns:
+      The parameters, masked if the algorithm holds zeros.
     """
     if not self.holds_zeros:
       return params
     return self.apply_masks(params, find_state(opt_state).masks)
 
-  # --- the machinery ------------------------------------------------------
+  # --- what an algorithm may call -----------------------------------------
 
   def wrap_optax(
     self, inner: optax.GradientTransformation
@@ -275,98 +388,79 @@ class BaseUpdater:
 
     Make it the outermost transformation: whatever is chained after it can move
     pruned weights away from zero.
+
+    Args:
+      inner: the optimizer.
+
+    Returns:
+      A transformation whose state is a `SparseState`.
     """
-    if not (hasattr(inner, "init") and hasattr(inner, "update")):
-      raise ValueError(
-        f"wrap_optax: inner={inner!r} must be an Optax transformation, such "
-        "as optax.adam(1e-3)"
-      )
-    _checks.say_if_idle(self)
-    inner = optax.with_extra_args_support(inner)
-
-    def init_fn(params: PyTree) -> SparseState:
-      state = self.init_state(params)
-      inner_state = inner.init(params)
-      _checks.say_if_moments_stay(self, inner_state, params, state.masks)
-      return state._replace(inner_state=inner_state)
-
-    def update_fn(updates, state, params=None, **extra):
-      if params is None:
-        raise ValueError(
-          f"{type(self).__name__}.wrap_optax(…).update needs params: call "
-          "tx.update(grads, opt_state, params)"
-        )
-      _checks.check_masks(
-        params, state.masks, self.use_packed_masks, state.target_sparsities
-      )
-      if self.is_sparse_gradients or "gradients" in self.needs:
-        _leaves.align(params, updates, "grads")  # raises where they differ
-      state = self.observe(state, params, updates)
-      due = self.scheduler.is_mask_update_iter(state.count)
-      state = self._update_if(due, state, params, updates)
-      grads = self.prepare_gradients(updates, state, params)
-      step = lambda old: inner.update(grads, old, params, **extra)
-      held = self.skip_gradients and due
-      if held is False and not self.regrows:
-        new_updates, inner_state = step(state.inner_state)
-      else:
-        keep = self._keepers(inner, state, params, held)
-        new_updates, inner_state = _moments.update(
-          step, state.inner_state, keep
-        )
-      if held is not False:
-        new_updates = jax.tree.map(
-          lambda u: jnp.where(held, jnp.zeros_like(u), u), new_updates
-        )
-      new_updates = self.confine(new_updates, state, params)
-      state = state._replace(
-        inner_state=inner_state,
-        count=optax.safe_increment(state.count),
-      )
-      after = self.after_update(state, params, new_updates, updates)
-      return new_updates, self._tallied(state, after, params)
-
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    return _transform.wrap(self, inner)
 
   def init_state(self, params: PyTree) -> SparseState:
-    """Return the state of step 0, without an optimizer's."""
-    targets = self.targets(params)
-    _checks.say_if_zero(self, targets)
-    key = None
-    if "random" in self.needs:
-      key = self._key(params)
-    state = SparseState(
-      masks=None,
-      target_sparsities=_leaves.map_masks(
-        lambda _, p, s: None if s is None else jnp.asarray(s, jnp.float32),
-        params,
-        targets,
-      ),
-      count=jnp.zeros([], jnp.int32),
-      key=key,
-    )
+    """Return the state of step 0, without an optimizer's.
+
+    Args:
+      params: the parameters.
+
+    Returns:
+      A `SparseState` whose `inner_state` is None.
+    """
+    view = self.view(params)
+    if view.targets and all(
+      isinstance(s, float) and s == 0 for s in view.targets
+    ):
+      warnings.warn(
+        f"{type(self).__name__} will never prune: its target sparsity is 0; "
+        "pass sparsity_distribution_fn=functools.partial("
+        "jaxpruner.sparsity_distributions.uniform, sparsity=0.8)",
+        stacklevel=4,
+      )
     if self.continue_sparse:
-      masks = self._masks_of_zeros(params, targets)
+      kept = [(p != 0).astype(mask_calculator.MASK_DTYPE) for p in view.leaves]
+      masks = view.put(None, kept)
     else:
-      masks = self.get_initial_masks(params, targets)
-    stats, masks = self.init_stats(params, masks), self._pack(masks)
-    leaves, held = self._held(params, masks)
-    if not held:  # checkpoints refuse empty arrays
-      return state._replace(masks=masks, stats=stats)
-    return state._replace(
+      masks = self.get_initial_masks(params, view.put(None, view.targets))
+    stats = self.init_extra(params, masks)
+    first = _leaves.align(params, masks)
+    masks = view.store([first[i] for i in view.places])
+    wanted = [jnp.asarray(s, jnp.float32) for s in view.targets]
+    state = SparseState(
       masks=masks,
+      target_sparsities=view.put(None, wanted),
+      count=jnp.zeros([], jnp.int32),
+      key=self._key(params) if "random" in self.needs else None,
       stats=stats,
-      skipped=jnp.zeros([len(held)], jnp.int32),
-      explored=jax.tree.map(jnp.copy, masks)
-      if self.track_exploration
-      else None,
-      tally=new_tally(leaves, held, self.track_exploration),
+    )
+    if not view.names:  # checkpoints refuse empty arrays
+      return state
+    tracked = self.track_exploration
+    return state._replace(
+      skipped=jnp.zeros([len(view.names)], jnp.int32),
+      explored=jax.tree.map(jnp.copy, masks) if tracked else None,
+      tally=new_tally(view.leaves, jax.tree.leaves(masks), tracked),
     )
 
   def instant_sparsify(
-    self, params: PyTree, grads: PyTree = None
+    self, params: PyTree, grads: PyTree = None, **extra: Any
   ) -> tuple[PyTree, Masks]:
-    """Prune now, to the target sparsity; return `(params, masks)`."""
+    """Prune now, to the target sparsity.
+
+    Args:
+      params: the parameters.
+      grads: their gradients, where scores need them.
+      **extra: further arguments of `calculate_scores`.
+
+    Returns:
+      `(params, masks)`.
+    """
+    name = type(self).__name__
+    if self.category.start == "sparse-to-sparse":
+      raise RuntimeError(
+        f"{name} trains sparse from the start, it prunes nothing at once: use "
+        "wrap_optax, and params = pruner.post_gradient_update(params, "
+        "opt_state) after init; for a random mask use RandomPruning"
+      )
     if self.sparsity_distribution_fn is None:
       raise ValueError(
         "instant_sparsify: sparsity_distribution_fn=None says nothing about "
@@ -375,311 +469,206 @@ class BaseUpdater:
       )
     if "gradients" in self.needs and grads is None:
       raise ValueError(
-        f"instant_sparsify: {type(self).__name__} scores weights by their "
-        "gradients; pass grads="
+        f"instant_sparsify: {name} scores weights by their gradients; pass "
+        "grads="
       )
-    targets = self.targets(params)
-    scores = self.calculate_scores(params, grads=grads)
-    _checks.check_scores(self, params, targets, scores)
-    masks = self.create_masks(scores, targets)
-    return self.apply_masks(params, masks, is_packed=False), self._pack(masks)
+    view = self.view(params)
+    extra = _transform.accepted(self.calculate_scores, extra)
+    scores = self.calculate_scores(params, grads=grads, **extra)
+    _view.check_scores(self, view, scores)
+    masks = self.create_masks(scores, view.put(None, view.targets))
+    entries = _leaves.align(params, masks)
+    stored = view.store([entries[i] for i in view.places])
+    return self.apply_masks(params, masks, is_packed=False), stored
 
   def create_masks(self, scores: PyTree, sparsities: Sparsities) -> Masks:
-    """Return masks that keep the highest scores at the given sparsities."""
-    leaves, treedef = _leaves.flatten_with_names(scores)
-    wanted = _leaves.align(scores, sparsities, "sparsities")
-    picked = [i for i, s in enumerate(wanted) if s is not None]
-    refuse_nan([leaves[i] for i in picked])
-    kinds = self._types([leaves[i] for i in picked], among=leaves)
-    masks = sparsity_types.create_masks(
-      kinds, [leaves[i][1] for i in picked], [wanted[i] for i in picked]
-    )
-    result: list[Any] = [None] * len(leaves)
-    for i, mask in zip(picked, masks, strict=True):
-      result[i] = mask
-    return treedef.unflatten(result)
+    """Return masks that keep the highest scores.
 
-  # An override that is not marked so gets its scores as arrays.
-  create_masks.takes_lazy = True  # pyright: ignore[reportFunctionMemberAccess]
+    Args:
+      scores: a score for every weight.
+      sparsities: the fraction removed of each leaf, None for dense ones.
+
+    Returns:
+      uint8 masks, 1 = kept, None for dense leaves.
+    """
+    view = self.view(scores, sparsities)
+    return view.put(None, self._choose(view, view.leaves, view.targets).masks)
 
   def apply_masks(
     self, params: PyTree, masks: Masks, is_packed: bool | None = None
   ) -> PyTree:
-    """Return the parameters with pruned weights at exactly +0.0."""
+    """Return the parameters with pruned weights at exactly +0.0.
+
+    Args:
+      params: the parameters, or a tree like them.
+      masks: their masks, None for dense leaves.
+      is_packed: whether the masks are packed bits; by default
+        `use_packed_masks`.
+
+    Returns:
+      A tree like `params`.
+    """
     if is_packed is None:
       is_packed = self.use_packed_masks
-
-    _checks.check_masks(params, masks, is_packed)
+    _transform.check_masks(params, masks, is_packed)
     return _leaves.map_masks(
       lambda _, param, mask: apply_mask(param, mask, is_packed), params, masks
     )
 
-  def targets(self, params: PyTree) -> Sparsities:
-    """Return what `distribute` says, checked leaf by leaf."""
-    leaves, treedef = _leaves.flatten_with_names(params)
-    wanted = _leaves.align(
-      params, self.distribute(params), "sparsity_distribution_fn"
-    )
-    picked = [i for i, s in enumerate(wanted) if s is not None]
-    kinds = self._types([leaves[i] for i in picked], among=leaves)
-    for i, kind in zip(picked, kinds, strict=True):
-      name = f"params leaf {_leaves.join(leaves[i][0])!r}"
-      if not isinstance(wanted[i], jax.Array):
-        wanted[i] = sparsity_distributions.check_sparsity(wanted[i], name)
-      if hasattr(kind, "sparsity") and not isinstance(wanted[i], jax.Array):
-        if self.sparsity_distribution_fn is UNSET:
-          wanted[i] = kind.sparsity  # the structure says it all
-        elif abs(wanted[i] - kind.sparsity) > 1e-6:
-          raise ValueError(
-            f"{name}: sparsity={wanted[i]} contradicts {kind}, which "
-            f"removes exactly {kind.sparsity:g}; ask for that, or change it"
-          )
-      if hasattr(kind, "check"):
-        kind.check(leaves[i][1].shape, wanted[i], name)
-    return treedef.unflatten(wanted)
+  def target_sparsities(self, params: PyTree) -> Sparsities:
+    """Return the sparsity each leaf is heading for, None for dense ones.
+
+    Args:
+      params: the parameters, or their shapes.
+
+    Returns:
+      A tree of floats and None.
+    """
+    view = self.view(params)
+    return view.put(None, view.targets)
 
   def sparsities_at(
-    self, sparse_state: SparseState, params: PyTree, step: Any
-  ) -> Sparsities:
-    """Return the sparsities in force at a step, as `create_masks` takes them.
+    self, view: _leaves.Prunable, state: SparseState, step: Any
+  ) -> list[Any]:
+    """Return the sparsities in force at a step, as a selection takes them.
 
     A float32 cannot hold the sparsity of a large leaf, so each comes with the
     exact target it is heading for.
-    """
-    leaves, treedef = _leaves.flatten_with_names(params)
-    stored = _leaves.align(params, sparse_state.target_sparsities, "targets")
-    exact = _leaves.align(params, self.targets(params), "targets")
-    picked = [i for i, s in enumerate(stored) if s is not None]
-    if not picked:
-      return treedef.unflatten([None] * len(leaves))
-    values = self.scheduler.get_sparsity_at_step(
-      jnp.stack([jnp.asarray(stored[i], jnp.float32) for i in picked]), step
-    )
-    result: list[Any] = [None] * len(leaves)
-    for row, i in enumerate(picked):
-      target = exact[i]
-      result[i] = (
-        mask_calculator.AtStep(values[row], target)
-        if isinstance(target, float)
-        else values[row]
-      )
-    return treedef.unflatten(result)
 
-  def replace_masks(
-    self, state: SparseState, params: PyTree, masks: Masks, *scores: PyTree
-  ) -> SparseState:
-    """Return the state with new masks, but where a score is not finite."""
-    leaves, treedef = _leaves.flatten_with_names(params)
-    new = _leaves.align(params, masks)
-    old = _leaves.align(params, state.masks)
-    columns = [_leaves.align(params, tree, "scores") for tree in scores]
-    skipped = []
-    for i, mask in enumerate(new):
-      if mask is None or old[i] is None:
-        new[i] = old[i]
-        continue
-      judged = [_lazy.finite(column[i]) for column in columns]
-      finite = functools.reduce(jnp.logical_and, judged, jnp.array(True))
-      packed = self._pack(mask)
-      kept = finite
-      if self.continue_sparse and not self.regrows:
-        kept &= count_ones(packed) <= count_ones(old[i])
-      new[i] = jnp.where(kept, packed, old[i])
-      skipped.append(1 - finite.astype(jnp.int32))
-    return state._replace(
-      masks=treedef.unflatten(new),
-      skipped=state.skipped + jnp.stack(skipped)
-      if skipped and state.skipped is not None
-      else state.skipped,
-    )
+    Args:
+      view: the prunable leaves.
+      state: the state, for its `target_sparsities`.
+      step: the step, may be traced.
+
+    Returns:
+      A value per prunable leaf.
+    """
+    stored = view.of(state.target_sparsities, "target_sparsities")
+    if not stored:
+      return []
+    stored = jnp.stack([jnp.asarray(s, jnp.float32) for s in stored])
+    now = self.scheduler.get_sparsity_at_step(stored, step)
+    return [
+      mask_calculator.AtStep(now[i], s) if isinstance(s, float) else now[i]
+      for i, s in enumerate(view.targets)
+    ]
 
   def random_scores(
     self, params: PyTree, sparse_state: SparseState | None, salt: Any = 0
   ) -> PyTree:
-    """Return uniform float32 scores that depend on key, path and salt only."""
+    """Return uniform float32 scores that depend on key, path and salt only.
+
+    Args:
+      params: the parameters.
+      sparse_state: the state, for its key; None derives a key.
+      salt: an integer, may be traced; another one gives other scores.
+
+    Returns:
+      A tree like `params`; leaves that are no floats stay as they are.
+    """
     stored = None if sparse_state is None else sparse_state.key
     leaves, treedef = _leaves.flatten_with_names(params)
-    drawn = [
-      i
-      for i, (_, leaf) in enumerate(leaves)
-      if sparsity_distributions.is_floating(leaf)
-    ]
-    result = [leaf for _, leaf in leaves]
-    scores = draw(
-      self._key(params) if stored is None else stored,
-      salt,
-      [result[i] for i in drawn],
-      tuple(leaves[i][0] for i in drawn),
+    floating = [sparsity_distributions.is_floating(leaf) for _, leaf in leaves]
+    drawn = iter(
+      draw(
+        self._key(params) if stored is None else stored,
+        salt,
+        [leaf for (_, leaf), f in zip(leaves, floating, strict=True) if f],
+        tuple(
+          names for (names, _), f in zip(leaves, floating, strict=True) if f
+        ),
+      )
     )
-    for i, score in zip(drawn, scores, strict=True):
-      result[i] = score
-    return treedef.unflatten(result)
+    pairs = zip(leaves, floating, strict=True)
+    return treedef.unflatten([next(drawn) if f else x for (_, x), f in pairs])
 
-  def _scores(
-    self, state: SparseState, params: PyTree, grads: PyTree
-  ) -> PyTree:
-    """Return what `calculate_scores` says, lazily where that is cheap."""
-    return _lazy.defer(
-      lambda p, s, g: self.calculate_scores(p, sparse_state=s, grads=g),
-      params,
+  def view(
+    self, params: PyTree, targets: Sparsities = None
+  ) -> _leaves.Prunable:
+    """Return the prunable leaves of a tree: what an algorithm handles.
+
+    Args:
+      params: the parameters, or a tree like them.
+      targets: the sparsity each leaf heads for, None for dense ones; by default
+        what the distribution says, checked.
+
+    Returns:
+      A `Prunable`.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxpruner
+      >>> pruner = jaxpruner.GlobalMagnitudePruning(sparsity=0.5)
+      >>> view = pruner.view({"w": jnp.ones((2, 2)), "b": jnp.ones(2)})
+      >>> view.names, view.targets, view.put(None, ["mask"])
+      ((('w',),), (0.5,), {'b': None, 'w': 'mask'})
+    """
+    return _view.build(self, params, targets)
+
+  # --- the machinery ------------------------------------------------------
+
+  @property
+  def is_unset(self) -> bool:
+    """Whether nobody chose a distribution."""
+    return self.sparsity_distribution_fn is UNSET
+
+  def _distribute(self, params: PyTree) -> Sparsities:
+    """Return the sparsity each leaf is heading for, unchecked."""
+    if self.ranking == "global":
+      return _ranking.distribute(self, params)
+    if self.sparsity_distribution_fn is None:
+      return None
+    return self.sparsity_distribution_fn(params)
+
+  def _scores(self, view, state, grads, extra) -> list[Any]:
+    """Return the scores of the prunable leaves, cheap ones as expressions."""
+    extra = _transform.accepted(self.calculate_scores, extra)
+    scores = engine.defer(
+      lambda p, s, g: self.calculate_scores(
+        p, sparse_state=s, grads=g, **extra
+      ),
+      view.params,
       state,
       grads,
     )
+    return view.of(scores, "scores")
 
-  def _masks_of_zeros(self, params: PyTree, targets: Sparsities) -> Masks:
-    return _leaves.map_masks(
-      lambda _, p, s: (
-        None if s is None else (p != 0).astype(mask_calculator.MASK_DTYPE)
-      ),
-      params,
-      targets,
-    )
+  def _select(self, view, scores, sparsities, hint=None) -> engine.Selection:
+    """Return what `create_masks` selects, with its finiteness and hint."""
+    if type(self).create_masks is BaseUpdater.create_masks:
+      return self._choose(view, scores, sparsities, hint)
+    scores = [engine.value(s) for s in scores]
+    shown = view.put(view.params, scores)
+    masks = self.create_masks(shown, view.put(None, sparsities))
+    entries = _leaves.align(view.params, masks)
+    finite = jnp.stack([engine.all_finite(s) for s in scores])
+    return engine.Selection([entries[i] for i in view.places], finite, hint)
 
-  def _keepers(self, inner, state, params, held) -> list[Any]:
-    """Return how each leaf of the optimizer's state is stored.
+  def _choose(self, view, scores, sparsities, hint=None) -> engine.Selection:
+    """Return the selection of the highest scores, arrays or expressions."""
+    refuse_nan(list(zip(view.names, scores, strict=True)))
+    if self.ranking == "global":
+      return _ranking.select(self, view, scores, sparsities)
+    return sparsity_types.select_masks(view.kinds, scores, sparsities, hint)
 
-    If weights regrow, that of pruned ones is made fresh every step, in the pass
-    that writes it anyway: a conditional reset on growth would copy the whole
-    state instead.
-    """
-    kept: list[Any] = [
-      None if mask is None else self._unpack(mask, param)
-      for param, mask in zip(
-        jax.tree.leaves(params),
-        _leaves.align(params, state.masks),
-        strict=True,
-      )
-    ]
-    fresh = None
-    if self.regrows:
-      # Some moments start at the parameter: that of a pruned one is zero.
-      fresh = inner.init(self.apply_masks(params, state.masks))
-    return _moments.keepers(state.inner_state, params, kept, fresh, held)
-
-  def _held(self, params: PyTree, masks: Masks) -> tuple[list[Any], list[Any]]:
-    """Return the prunable leaves and their masks."""
-    pairs = zip(
-      jax.tree.leaves(params), _leaves.align(params, masks), strict=True
-    )
-    held = [pair for pair in pairs if pair[1] is not None]
-    return [leaf for leaf, _ in held], [mask for _, mask in held]
-
-  def _tallied(
-    self, old: SparseState, new: SparseState, params: PyTree
-  ) -> SparseState:
-    """Return the new state with its masks counted, if they changed."""
-    before = self._held(params, old.masks)[1]
-    after = self._held(params, new.masks)[1]
-    if old.tally is None or all(
-      a is b for a, b in zip(before, after, strict=True)
-    ):
-      return new
-    if new.explored is not None:
-      seen = jax.tree.map(jnp.bitwise_or, new.explored, new.masks)
-      new = new._replace(explored=seen)
-    seen = jax.tree.leaves(new.explored)
-    return new._replace(
-      tally=update_tally(old.tally, before, after, seen, self.regrows)
-    )
-
-  def _updated(self, state, params, grads) -> SparseState:
-    new = self.update_state(state, params, grads)
-    _checks.check_structure(self, state, new)
-    return self._tallied(state, new, params)
+  def _replace_masks(self, view, state, masks, finite) -> SparseState:
+    shrink = self.continue_sparse and not self.regrows
+    return replace_masks(view, state, masks, finite, shrink)
 
   def _key(self, params: PyTree) -> Array:
     if self.rng_seed is None:
       return params_key(params)
     return seed_data(self.rng_seed)
 
-  def _types(self, leaves, among=None) -> list[Any]:
-    """Return the sparsity type of each `(names, leaf)`."""
-    if self.topk_fn is not None:
-      return [_TopKFn(self.topk_fn)] * len(leaves)
-    kind = self.sparsity_type
-    if isinstance(kind, Mapping):
-      # A pattern must match some leaf, pruned or not.
-      every = [names for names, _ in (leaves if among is None else among)]
-      keys = _leaves.match_patterns(kind, every, "sparsity_type")
-      table = dict(zip(every, keys, strict=True))
-      default = sparsity_types.Unstructured()
-      return [
-        default if table[names] is None else kind[table[names]]
-        for names, _ in leaves
-      ]
-    if callable(getattr(kind, "mask", None)):
-      return [kind] * len(leaves)
-    kinds = [kind(names, leaf) for names, leaf in leaves]
-    for (names, _), chosen in zip(leaves, kinds, strict=True):
-      if isinstance(chosen, type) or not hasattr(chosen, "mask"):
-        raise ValueError(
-          f"sparsity_type gives {chosen!r} for {_leaves.join(names)!r}; it "
-          "must return a sparsity type, such as Unstructured()"
-        )
-    return kinds
-
-  def _pack(self, masks: Masks) -> Masks:
-    if not self.use_packed_masks:
-      return masks
-    return jax.tree.map(
-      lambda mask: _leaves.with_auto_axes(mask_calculator.pack_mask, mask),
-      masks,
-    )
-
-  def _unpack(self, mask: Array, param: Array) -> Array:
-    return unpack_mask(mask, param) if self.use_packed_masks else mask
-
-  def _update_if(self, due, state, params, grads) -> SparseState:
-    """Update the state when due; the conditional carries only what changes."""
-    if not isinstance(due, jax.core.Tracer):
-      # An eager conditional would be compiled anew at every step.
-      if not due:
-        return state
-      return self._updated(state, params, grads)
-    leaves, treedef = jax.tree.flatten(state)
-    closed = jax.make_jaxpr(self._updated)(state, params, grads)
-    jaxpr = closed.jaxpr
-    changed = [
-      i for i, out in enumerate(jaxpr.outvars) if out is not jaxpr.invars[i]
-    ]
-    if not changed:
-      return state
-    arguments = jax.tree.leaves((state, params, grads))
-
-    def updated(old):
-      for i, value in zip(changed, old, strict=True):
-        arguments[i] = value
-      outs = jax.extend.core.jaxpr_as_fun(closed)(*arguments)
-      return [outs[i] for i in changed]
-
-    # A loop of one turn or none: a conditional would copy masks that stay. In
-    # it a conditional, out of which nothing is moved to where it always runs.
-    _, new = jax.lax.while_loop(
-      lambda turn: turn[0],
-      lambda turn: (
-        jnp.zeros_like(turn[0]),
-        jax.lax.cond(turn[0], updated, lambda old: old, turn[1]),
-      ),
-      (due, [leaves[i] for i in changed]),
-    )
-    for i, value in zip(changed, new, strict=True):
-      leaves[i] = value
-    return treedef.unflatten(leaves)
-
-
-@dataclasses.dataclass(frozen=True)
-class _TopKFn:
-  """A user's function in the place of a sparsity type."""
-
-  fn: Callable[[Array, Any], Array]
-
-  def mask(self, scores: Array, sparsity: Any) -> Array:
-    return self.fn(scores, sparsity)
-
 
 @dataclasses.dataclass(eq=False)
 class NoPruning(BaseUpdater):
-  """Keep everything: bit for bit the wrapped optimizer."""
+  """Keep everything: bit for bit the wrapped optimizer.
+
+  Example:
+    >>> import jax.numpy as jnp, jaxpruner
+    >>> jaxpruner.NoPruning().instant_sparsify({"w": jnp.ones(2)})[1]
+    {'w': None}
+  """
 
   sparsity_distribution_fn: Callable[..., Sparsities] | None = None
 
@@ -692,10 +681,6 @@ class NoPruning(BaseUpdater):
     del sparse_state, grads
     return params
 
-  def update_state(self, sparse_state, params, grads):
-    del params, grads
-    return sparse_state
-
-  def instant_sparsify(self, params, grads=None):
-    del grads
+  def instant_sparsify(self, params, grads=None, **extra):
+    del grads, extra
     return params, jax.tree.map(lambda _: None, params)

@@ -178,7 +178,7 @@ def _prune(pruner: Any, params: PyTree, masks: PyTree) -> PyTree:
   if masks is not None:  # what is gone stays behind everything that is not
     gone = lambda s, m: s if m is None else jnp.where(m, s, -1)
     scores = _map(gone, scores, masks)
-  return pruner.create_masks(scores, pruner.targets(params))
+  return pruner.create_masks(scores, pruner.target_sparsities(params))
 
 
 def _map(fn: Callable[..., Any], tree: PyTree, masks: PyTree) -> PyTree:

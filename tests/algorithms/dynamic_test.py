@@ -56,7 +56,7 @@ def rewired(name, looks=0, **options):
     params = pruner.post_gradient_update(params, state)
     for i in range(looks):
       look = jax.tree.map(lambda g, i=i: g[i], grads)
-      state = pruner.observe(state, params, look)
+      state = pruner.on_gradients(state, params, look)
     if looks:
       grads = jax.tree.map(lambda g: g[-1], grads)
     state = state._replace(count=state.count + STEP)
@@ -232,7 +232,7 @@ def test_deep_r_wanders_by_the_noise_asked_for():
   with pytest.warns(UserWarning, match="never prune"):
     state = pruner.init_state(params)
   still = jax.tree.map(jnp.zeros_like, params)
-  moved = np.asarray(pruner.confine(still, state, params)["kernel"])
+  moved = np.asarray(pruner.hold_zeros(still, state, params)["kernel"])
   assert abs(moved.mean()) < 0.02 and moved.std() == pytest.approx(0.25, 0.05)
 
 

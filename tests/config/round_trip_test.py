@@ -213,7 +213,7 @@ def test_total_steps_give_a_schedule_that_ends_in_time(name, total):
     None: sparsity_schedules.PeriodicSchedule
     if rewires
     else sparsity_schedules.PolynomialSchedule,
-  }[cls.default_schedule]
+  }[cls.category.default_schedule]
   assert type(schedule) in (kind, sparsity_schedules.OneShotSchedule)
 
 

@@ -142,7 +142,7 @@ def inputs():
 
 def sparsity_at(pruner, leaf, step):
   """The sparsity of a kernel at a step, and whether it is the exact target."""
-  targets = pruner.targets(
+  targets = pruner.target_sparsities(
     jax.tree.map(
       lambda shape: jax.ShapeDtypeStruct(shape, np.float32),
       SHAPES,

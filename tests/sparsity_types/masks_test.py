@@ -251,7 +251,7 @@ def test_a_sparsity_that_contradicts_n_by_m_raises(n, extra, sparsity):
   with pytest.raises(
     ValueError, match=f"'kernel'.*contradicts {n}:{n + extra}"
   ):
-    pruner.targets(params)
+    pruner.target_sparsities(params)
 
 
 @hypothesis.given(st.integers(2, 9), st.integers(1, 40))
@@ -260,7 +260,7 @@ def test_an_axis_that_m_does_not_divide_raises_with_the_path(m, length):
   pruner = jaxpruner.MagnitudePruning(sparsity_type=jaxpruner.NByM(1, m))
   params = {"dense": {"kernel": np.ones((length, 2), np.float32)}}
   with pytest.raises(ValueError, match=f"'dense/kernel'.*length {length}"):
-    pruner.targets(params)
+    pruner.target_sparsities(params)
 
 
 @hypothesis.given(

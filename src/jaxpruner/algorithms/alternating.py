@@ -22,6 +22,6 @@ class ACDC(pruners.MagnitudePruning):
     dynamic=True,
     paper="Peste et al., 2021",
     cost="sparse and dense steps by turns; one selection per phase",
+    default_schedule="alternating",
   )
   regrows: ClassVar[bool] = True
-  default_schedule: ClassVar[str | None] = "alternating"

@@ -9,28 +9,30 @@ import jax
 import jax.numpy as jnp
 
 from jaxpruner import (
-  _leaves,
+  _ranking,
+  _view,
   base_updater,
   mask_calculator,
   sparsity_distributions,
 )
-from jaxpruner.algorithms import global_pruners, sparse_trainers
+from jaxpruner.algorithms import global_pruners
 
 
-def _category(paper: str, cost: str) -> base_updater.Category:
+def _category(
+  paper: str, cost: str, temperature: float = 1.0
+) -> base_updater.Category:
   return base_updater.Category(
     when="before",
     start="sparse-to-sparse",
     needs=frozenset({"loss"}),
     paper=paper,
     cost=f"a sparse step; at the start {cost}",
+    temperature=temperature,
   )
 
 
 @dataclasses.dataclass(eq=False)
-class PruneAtInit(
-  global_pruners.GlobalPruning, sparse_trainers.StaticRandomSparse
-):
+class PruneAtInit(global_pruners.GlobalPruning):
   """Base of the algorithms that prune before training, all leaves together.
 
   `pruner = pruner.bind(loss, batch)` gives them what they look at; the masks
@@ -51,11 +53,7 @@ class PruneAtInit(
 
   def __post_init__(self):
     super().__post_init__()
-    if type(self.rounds) is not int or self.rounds < 1:
-      raise ValueError(
-        f"{type(self).__name__}: rounds={self.rounds!r} must be an integer of "
-        "at least 1"
-      )
+    _view.check_whole(self, "rounds", 1)
 
   def bind(self, loss, batch, apply=None, inputs=None):
     del apply, inputs
@@ -77,46 +75,30 @@ class PruneAtInit(
 
   def calculate_scores(self, params, sparse_state=None, grads=None):
     del sparse_state, grads
-    leaves, treedef = jax.tree.flatten(params)
-    shares = _leaves.align(params, self.distribute(params))
-    picked = [i for i, share in enumerate(shares) if share is not None]
-
-    def objective(weights):
-      whole = list(leaves)
-      for i, weight in zip(picked, weights, strict=True):
-        whole[i] = weight
-      return self.objective(treedef.unflatten(whole))
-
-    scores = self.score(objective, [leaves[i] for i in picked])
-    for i, score in zip(picked, scores, strict=True):
-      leaves[i] = score
-    return treedef.unflatten(leaves)
+    view = self.view(params)
+    objective = lambda weights: self.objective(view.put(params, weights))
+    return view.put(params, self.score(objective, view.leaves))
 
   def get_initial_masks(self, params, target_sparsities):
-    def prune(k, masks):
-      scores = self.calculate_scores(
-        self.apply_masks(params, masks, is_packed=False)
-      )
-      # What is gone stays gone.
-      scores = _leaves.map_masks(
-        lambda _, score, mask: (
-          score if mask is None else jnp.where(mask, score, -jnp.inf)
-        ),
-        scores,
-        masks,
-      )
-      return self.create_masks(
-        scores, jax.tree.map(lambda s: self._share(s, k), target_sparsities)
-      )
+    view = self.view(params, target_sparsities)
 
-    masks = base_updater.BaseUpdater.get_initial_masks(
-      self, params, target_sparsities
-    )
+    def prune(k, masks):
+      pruned = view.put(
+        params, map(base_updater.apply_mask, view.leaves, masks)
+      )
+      scores = view.of(self.calculate_scores(pruned), "scores")
+      # What is gone stays gone.
+      gone = lambda score, mask: jnp.where(mask, score, -jnp.inf)
+      wanted = [self._share(s, k) for s in view.targets]
+      return self._select(view, [*map(gone, scores, masks)], wanted).masks
+
+    ones = super().get_initial_masks(params, target_sparsities)
+    masks = jax.tree.leaves(ones)
     if self.rounds == 1:
-      return prune(0, masks)
+      return view.put(None, prune(0, masks))
     masks = jax.lax.fori_loop(0, self.rounds, prune, masks)
-    global_pruners.say_if_wiped_out(params, masks)
-    return masks
+    _ranking.warn_if_emptied(view, masks)
+    return view.put(None, masks)
 
   def _share(self, target, k):
     if self.rounds == 1:
@@ -160,15 +142,16 @@ class GraSP(PruneAtInit):
   Without a weight, |∂L/∂w|² changes by -w · (H ∂L/∂w) to first order, H the
   Hessian; the weights with the highest such change are removed.
 
-  Bind a loss that divides the network's outputs by 200 (`temperature`), as the
-  authors' program does: at full scale the gradient flow is largest where the
-  network is most confidently wrong, and that is what would be kept.
+  Bind a loss that divides the network's outputs by 200 (the category's
+  `temperature`), as the authors' program does: at full scale the gradient flow
+  is largest where the network is most confidently wrong, and that is what would
+  be kept.
   """
 
-  temperature: ClassVar[float] = 200.0
-
   category: ClassVar[base_updater.Category] = _category(
-    "Wang et al., 2020", "one Hessian-vector product and one selection"
+    "Wang et al., 2020",
+    "one Hessian-vector product and one selection",
+    temperature=200.0,
   )
 
   def score(self, objective, weights):

@@ -6,9 +6,14 @@ from typing import Any, ClassVar
 
 import jax.numpy as jnp
 
-from jaxpruner import _leaves, base_updater, mask_calculator, sparsity_types
+from jaxpruner import (
+  _leaves,
+  base_updater,
+  engine,
+  mask_calculator,
+  sparsity_types,
+)
 from jaxpruner.algorithms import pruners
-from jaxpruner.engine import lazy as _lazy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,9 +72,9 @@ class CoupledPruning(pruners.MagnitudePruning):
     cost="a dense step; one selection per mask update",
   )
 
-  def distribute(self, params):
+  def _distribute(self, params):
     leaves, treedef = _leaves.flatten_with_names(params)
-    wanted = _leaves.align(params, super().distribute(params))
+    wanted = _leaves.align(params, super()._distribute(params))
     found = {i for c in self.couplings for i in c.find(leaves)}
     return treedef.unflatten(
       [s if i in found else None for i, s in enumerate(wanted)]
@@ -86,13 +91,12 @@ class CoupledPruning(pruners.MagnitudePruning):
         if wanted[i] is not None
       }
       pooled = [
-        sparsity_types.pool(kind, _lazy.value(leaves[i][1]))
-        for i, kind in found.items()
+        sparsity_types.pool(kind, leaves[i][1]) for i, kind in found.items()
       ]
       units = jnp.sum(jnp.stack(pooled), axis=0)
       units = units.reshape(-1, coupling.width).mean(1)
       ones = mask_calculator.num_ones(units.size, wanted[min(found)])
-      chosen = mask_calculator.topk_masks([units], [ones])[0]
+      chosen = engine.select([units], [ones]).masks[0]
       chosen = jnp.repeat(chosen, coupling.width)
       for i, kind in found.items():
         mask = sparsity_types.expand(kind, chosen, leaves[i][1])

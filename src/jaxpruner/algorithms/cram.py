@@ -3,7 +3,7 @@
 import dataclasses
 from typing import ClassVar
 
-from jaxpruner import _checks, base_updater
+from jaxpruner import _view, base_updater
 from jaxpruner.algorithms import pruners, transforms
 
 
@@ -29,17 +29,17 @@ class CrAM(pruners.MagnitudePruning):
     needs=frozenset({"gradients"}),
     paper="Peste et al., 2022",
     cost="two dense gradients and one selection, every step",
+    gradients_per_step=2,
   )
-  gradients_per_step: ClassVar[int] = 2
 
   def __post_init__(self):
     super().__post_init__()
-    _checks.check_number(self, "rho")
+    _view.check_number(self, "rho")
 
   def compress(self, params):
     """Return the parameters as they would be pruned now."""
     scores = self.calculate_scores(params)
-    masks = self.create_masks(scores, self.targets(params))
+    masks = self.create_masks(scores, self.target_sparsities(params))
     return self.apply_masks(params, masks, is_packed=False)
 
   def wrap_optax(self, inner):

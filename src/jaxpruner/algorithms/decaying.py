@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from jaxpruner import _leaves, base_updater
+from jaxpruner import base_updater
 from jaxpruner.algorithms import pruners
 
 
@@ -26,34 +26,34 @@ class DecayingMaskPruning(pruners.MagnitudePruning):
     cost="a dense step; one selection per mask update",
   )
 
-  def init_stats(self, params, masks):
-    del params
-    return self._pack(jax.tree.map(jnp.ones_like, masks))
+  changes_stats: ClassVar[bool] = True
+
+  def init_extra(self, params, masks):
+    return self.view(params).store(map(jnp.ones_like, jax.tree.leaves(masks)))
 
   def fading(self, step: Any) -> jax.Array:
     """Return β, the part of a fading weight that is left at a step."""
     return 1 - self.scheduler.get_sparsity_at_step(jnp.float32(1), step)
 
-  def update_state(self, sparse_state, params, grads):
-    scores = self.calculate_scores(params, sparse_state, grads)
-    masks = self.create_masks(scores, self.targets(params))
-    faint = self.replace_masks(sparse_state, params, masks, scores)
-    beta = self.fading(sparse_state.count)
-    now = jax.tree.map(
-      lambda m: jnp.where(beta > 0, jnp.ones_like(m), m), masks
-    )
-    state = self.replace_masks(sparse_state, params, now, scores)
-    return state._replace(stats=faint.masks)
+  def update_state(self, sparse_state, params, grads, **extra):
+    view = self.view(params)
+    if not view.names:
+      return sparse_state
+    scores = self._scores(view, sparse_state, grads, extra)
+    found = self._select(view, scores, view.targets)
+    fading = self.fading(sparse_state.count) > 0
+    now = [jnp.where(fading, jnp.ones_like(m), m) for m in found.masks]
+    faint = self._replace_masks(
+      view, sparse_state, found.masks, found.finite
+    ).masks
+    state = self._replace_masks(view, sparse_state, now, found.finite)
+    return state._replace(stats=faint)
 
   def pre_forward_update(self, params, opt_state):
     """Return the parameters, those that will go faded."""
     state = base_updater.find_state(opt_state)
     beta = self.fading(state.count)
-
-    def fade(_, param, mask):
-      if mask is None:
-        return param
-      kept = self._unpack(mask, param)
-      return jnp.where(kept, param, beta.astype(param.dtype) * param)
-
-    return _leaves.map_masks(fade, params, state.stats)
+    fade = lambda param, mask: jnp.where(
+      mask, param, beta.astype(param.dtype) * param
+    )
+    return self.view(params).map(fade, params, state.stats)

@@ -7,9 +7,8 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from jaxpruner import _leaves, base_updater, mask_calculator, sparsity_types
+from jaxpruner import base_updater, engine, mask_calculator, sparsity_types
 from jaxpruner.algorithms import criteria, redistribution, sparse_trainers
-from jaxpruner.engine import lazy as _lazy
 
 
 def _category(paper: str, cost: str, *needs: str, **changes: Any):
@@ -137,33 +136,29 @@ class GraNet(sparse_trainers.RigL):
     del sparse_state, grads
     return jax.tree.map(jnp.abs, params)
 
-  instant_sparsify = base_updater.BaseUpdater.instant_sparsify
-
-  def sparsities_at(self, sparse_state, params, step):
+  def sparsities_at(self, view, state, step):
     def lift(sparsity):
+      if not isinstance(sparsity, mask_calculator.AtStep):
+        return sparsity
       value, target = sparsity
       share = value + self.start_share * (target - value)
       return mask_calculator.AtStep(share, target)
 
-    is_at = lambda x: isinstance(x, mask_calculator.AtStep)
-    found = super().sparsities_at(sparse_state, params, step)
-    return jax.tree.map(
-      lambda s: lift(s) if is_at(s) else s, found, is_leaf=is_at
-    )
+    return [lift(s) for s in super().sparsities_at(view, state, step)]
 
   def get_initial_masks(self, params, target_sparsities):
-    state = base_updater.SparseState(
-      masks=None, target_sparsities=target_sparsities, count=0
+    view = self.view(params, target_sparsities)
+    start = base_updater.SparseState(
+      None, target_sparsities=target_sparsities, count=0
     )
-    return super().get_initial_masks(
-      params, self.sparsities_at(state, params, 0)
-    )
+    now = view.put(None, self.sparsities_at(view, start, 0))
+    return super().get_initial_masks(params, now)
 
-  def goals(self, sparse_state, params, kinds, shapes, counts):
+  def goals(self, view, state, counts):
     del counts
-    now = self.sparsities_at(sparse_state, params, sparse_state.count)
-    wanted = [s for s in _leaves.align(params, now) if s is not None]
-    ones = sparsity_types.ones_each(kinds, shapes, wanted)
+    now = self.sparsities_at(view, state, state.count)
+    shapes = [p.shape for p in view.leaves]
+    ones = sparsity_types.ones_each(view.kinds, shapes, now)
     return jnp.stack([jnp.asarray(n, jnp.int32) for n in ones])
 
 
@@ -189,26 +184,29 @@ class DSR(sparse_trainers.Rewiring):
     "Mostafa & Wang, 2019", "a sparse step; two selections per mask update"
   )
 
-  def init_stats(self, params, masks):
-    stats = super().init_stats(params, masks) or {}
+  changes_stats: ClassVar[bool] = True
+
+  def init_extra(self, params, masks):
+    stats = super().init_extra(params, masks) or {}
     return {**stats, "threshold": jnp.asarray(self.threshold, jnp.float32)}
 
-  def survivors(self, sparse_state, totals, active, scores):
-    limit = sparse_state.stats["threshold"]
+  def survivors(self, state, totals, active, scores):
+    limit = state.stats["threshold"]
     left = [
       # One stays, or the leaf would never get a weight again.
-      jnp.maximum(1, jnp.sum(a & (_lazy.value(s) >= limit), dtype=jnp.int32))
+      jnp.maximum(1, jnp.sum(a & (engine.value(s) >= limit), dtype=jnp.int32))
       for a, s in zip(active, scores, strict=True)
     ]
-    return jnp.where(sparse_state.count == 0, totals, jnp.stack(left))
+    return jnp.where(state.count == 0, totals, jnp.stack(left))
 
-  def update_state(self, sparse_state, params, grads):
-    new = super().update_state(sparse_state, params, grads)
-    limit = sparse_state.stats["threshold"]
-    leaves, masks = self._held(params, sparse_state.masks)
+  def update_state(self, sparse_state, params, grads, **extra):
+    new = super().update_state(sparse_state, params, grads, **extra)
+    limit, view = sparse_state.stats["threshold"], self.view(params)
     kept = dropped = jnp.zeros([], jnp.float32)
-    for leaf, mask in zip(leaves, masks, strict=True):
-      mask = self._unpack(mask, leaf) == 1
+    for leaf, mask in zip(
+      view.leaves, view.of(sparse_state.masks), strict=True
+    ):
+      mask = mask == 1
       kept += jnp.sum(mask, dtype=jnp.float32)
       dropped += jnp.sum(mask & (jnp.abs(leaf) < limit), dtype=jnp.float32)
     aim = self.drop_fraction_at(sparse_state.count) * kept
@@ -243,48 +241,38 @@ class DeepR(sparse_trainers.Rewiring):
   category: ClassVar[base_updater.Category] = _category(
     "Bellec et al., 2018",
     "a sparse step, a draw, and two selections every step",
+    update_every=1,
   )
-  update_every: ClassVar[int | None] = 1
 
-  def init_stats(self, params, masks):
-    signs = _leaves.map_masks(
-      lambda _, p, mask: (
-        None if mask is None else (p >= 0).astype(mask_calculator.MASK_DTYPE)
-      ),
-      params,
-      masks,
-    )
-    return {
-      **(super().init_stats(params, masks) or {}),
-      "signs": self._pack(signs),
-    }
+  def init_extra(self, params, masks):
+    view = self.view(params)
+    signs = [(p >= 0).astype(mask_calculator.MASK_DTYPE) for p in view.leaves]
+    stats = super().init_extra(params, masks) or {}
+    return {**stats, "signs": view.store(signs)}
 
-  def _sign(self, bits, param):
-    return jnp.where(self._unpack(bits, param) == 1, 1.0, -1.0)
+  def _signs(self, view, state) -> list[Any]:
+    bits = view.of(state.stats["signs"], "signs")
+    return [jnp.where(b == 1, 1.0, -1.0) for b in bits]
 
   def drop_scores(self, params, sparse_state, grads):
     del grads
-    return _leaves.map_masks(
-      lambda _, p, bits: p if bits is None else p * self._sign(bits, p),
-      params,
-      sparse_state.stats["signs"],
-    )
+    view = self.view(params)
+    signs = self._signs(view, sparse_state)
+    return view.put(params, map(jnp.multiply, view.leaves, signs))
 
-  def survivors(self, sparse_state, totals, active, scores):
+  def survivors(self, state, totals, active, scores):
     left = [
-      jnp.sum(a & (_lazy.value(s) > 0), dtype=jnp.int32)
+      jnp.sum(a & (engine.value(s) > 0), dtype=jnp.int32)
       for a, s in zip(active, scores, strict=True)
     ]
-    return jnp.where(sparse_state.count == 0, totals, jnp.stack(left))
+    return jnp.where(state.count == 0, totals, jnp.stack(left))
 
-  def confine(self, updates, state, params):
+  def hold_zeros(self, updates, state, params):
+    view = self.view(params)
     # Salts of mask updates are positive.
     drawn = self.random_scores(params, state, -1 - state.count)
 
-    def wander(_, param, update, uniform, bits):
-      if bits is None:
-        return update
-      sign = self._sign(bits, param)
+    def wander(update, param, uniform, sign):
       centred = jnp.clip(2 * uniform - 1, -1 + 1e-6, 1 - 1e-6)
       normal = jnp.sqrt(2.0) * jax.lax.erf_inv(centred)
       step = update - self.penalty * sign + self.noise * normal
@@ -292,10 +280,6 @@ class DeepR(sparse_trainers.Rewiring):
         update.dtype
       )
 
-    updates = jax.tree.structure(params).unflatten(
-      _leaves.align(params, updates, "updates")
-    )
-    moved = _leaves.map_masks(
-      wander, params, updates, drawn, state.stats["signs"]
-    )
-    return super().confine(moved, state, params)
+    columns = view.of(updates, "updates"), view.leaves, view.of(drawn, "draws")
+    moved = map(wander, *columns, self._signs(view, state))
+    return super().hold_zeros(view.put(updates, moved), state, params)

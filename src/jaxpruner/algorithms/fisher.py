@@ -1,26 +1,23 @@
 """Second-order saliency: what the loss loses to second order."""
 
 import dataclasses
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from jaxpruner import _checks, _leaves, base_updater
+from jaxpruner import _leaves, _view, base_updater
 
 
-def second_moments(params, inner_state):
+def second_moments(view, inner_state):
   """Return Adam's running mean of squared gradients per leaf, or `None`s."""
   found = optax.tree_utils.tree_get_all_with_path(inner_state, "nu")
-  columns = [_leaves.align(params, tree, "nu") for _, tree in found]
-  none = [None] * len(jax.tree.leaves(params))
-  return jax.tree.structure(params).unflatten(
-    [
-      next((leaf for leaf in row if leaf is not None), None)
-      for row in zip(none, *columns, strict=True)
-    ]
-  )
+  columns = [_leaves.align(view.params, tree, "nu") for _, tree in found]
+  return [
+    next((column[i] for column in columns if column[i] is not None), None)
+    for i in view.places
+  ]
 
 
 @dataclasses.dataclass(eq=False)
@@ -41,21 +38,18 @@ class FisherPruning(base_updater.BaseUpdater):
   def calculate_scores(self, params, sparse_state=None, grads=None):
     inner = None if sparse_state is None else sparse_state.inner_state
 
-    def score(names, weight, grad, moment):
-      if grad is None:
-        raise ValueError(
-          f"{type(self).__name__}: grads hold no entry for params leaf "
-          f"{_leaves.join(names)!r}; pass the gradients of all params"
-        )
+    view = self.view(params)
+
+    def score(weight, grad, moment):
       fisher = jnp.square(grad.astype(jnp.float32))
       if moment is not None:
         moment = moment.astype(jnp.float32)
         fisher = jnp.where(jnp.any(moment > 0), moment, fisher)
       return jnp.square(weight.astype(jnp.float32)) * fisher
 
-    return _leaves.map_masks(
-      score, params, grads, second_moments(params, inner), name="grads"
-    )
+    moments = second_moments(view, inner)
+    scores = map(score, view.leaves, view.of(grads, "grads"), moments)
+    return view.put(params, scores)
 
 
 @dataclasses.dataclass(eq=False)
@@ -86,48 +80,32 @@ class WoodFisherPruning(base_updater.BaseUpdater):
 
   def __post_init__(self):
     super().__post_init__()
-    _checks.check_number(self, "damping")
-    for name in ("window", "block_size"):
-      _checks.check_number(self, name)
-      if not isinstance(getattr(self, name), int):
-        raise ValueError(
-          f"{type(self).__name__}: {name}={getattr(self, name)!r} must be an "
-          "integer"
-        )
+    _view.check_number(self, "damping")
+    _view.check_whole(self, "window", 1)
+    _view.check_whole(self, "block_size", 1)
 
-  def init_stats(self, params, masks):
-    return _leaves.map_masks(
-      lambda _, p, m: (
-        None if m is None else jnp.stack([jnp.zeros_like(p)] * self.window)
-      ),
-      params,
-      masks,
-    )
+  def init_extra(self, params, masks):
+    view = self.view(params)
+    window = lambda p: jnp.stack([jnp.zeros_like(p)] * self.window)
+    return view.put(None, map(window, view.leaves))
 
-  def observe(self, state, params, grads):
-    slot = state.count % self.window
-    new = _leaves.map_masks(
-      lambda _, p, grad, kept: (
-        None if kept is None else kept.at[slot].set(grad.astype(kept.dtype))
-      ),
-      params,
-      grads,
-      state.stats,
-      name="grads",
-    )
-    return state._replace(stats=new)
+  def on_gradients(self, state, params, grads):
+    view, slot = self.view(params), state.count % self.window
+    write = lambda window, g: window.at[slot].set(g.astype(window.dtype))
+    new = map(write, view.of(state.stats), view.of(grads, "grads"))
+    return state._replace(stats=view.put(None, new))
 
   def calculate_scores(self, params, sparse_state=None, grads=None):
+    view = self.view(params)
     if sparse_state is None:  # pruning at once: a window of one batch
-      stats = jax.tree.map(lambda g: g[None], grads)
-      sparse_state = base_updater.SparseState(masks=None, stats=stats)
+      windows = [g[None] for g in view.of(grads, "grads")]
+      masks: list[Any] = [1] * len(windows)
+    else:
+      windows, masks = view.of(sparse_state.stats), view.of(sparse_state.masks)
 
-    def score(_, param, window, mask):
-      if window is None:
-        return param
+    def score(param, window, mask):
       # A pruned weight is no longer part of the model.
-      kept = 1 if mask is None else self._unpack(mask, param)
-      window = jnp.where(kept, window, 0).astype(jnp.float32)
+      window = jnp.where(mask, window, 0).astype(jnp.float32)
       return _leaves.with_auto_axes(
         lambda w, g: self._saliency(w.astype(jnp.float32), g),
         param,
@@ -135,9 +113,7 @@ class WoodFisherPruning(base_updater.BaseUpdater):
         like=param,
       )
 
-    return _leaves.map_masks(
-      score, params, sparse_state.stats, sparse_state.masks, name="grads"
-    )
+    return view.put(params, map(score, view.leaves, windows, masks))
 
   def _saliency(self, weight, window):
     count, size = window.shape[0], weight.size

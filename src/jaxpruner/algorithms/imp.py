@@ -8,8 +8,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxpruner import base_updater
+from jaxpruner import _view, base_updater
 from jaxpruner.algorithms import global_pruners
+
+
+def _rounds(sparsity: float) -> int:
+  """Return the trainings until a sparsity is reached, 20 % off in each."""
+  return 1 + math.ceil(math.log(1 - sparsity) / math.log(0.8) - 1e-9)
 
 
 @dataclasses.dataclass(eq=False)
@@ -31,20 +36,13 @@ class IterativeMagnitudePruning(global_pruners.GlobalMagnitudePruning):
   category: ClassVar[base_updater.Category] = base_updater.Category(
     paper="Frankle & Carbin, 2019; Frankle et al., 2020",
     cost="a training per round; early weights and optimizer state in memory",
+    trainings=_rounds,
+    default_schedule="geometric",
   )
-  default_schedule: ClassVar[str | None] = "geometric"
 
   def __post_init__(self):
     super().__post_init__()
-    if type(self.rewind_step) is not int or self.rewind_step < 0:
-      raise ValueError(
-        f"{type(self).__name__}: rewind_step={self.rewind_step!r} must be an "
-        "integer of at least 0"
-      )
-
-  @classmethod
-  def trainings(cls, sparsity: float) -> int:
-    return 1 + math.ceil(math.log(1 - sparsity) / math.log(0.8) - 1e-9)
+    _view.check_whole(self, "rewind_step", 0)
 
   def wrap_optax(self, inner):
     tx: Any = super().wrap_optax(inner)

@@ -1,17 +1,17 @@
 """Movement pruning: keep what training moves away from zero."""
 
 import dataclasses
-from typing import ClassVar
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 
-from jaxpruner import _checks, _leaves, base_updater
-from jaxpruner.algorithms import global_pruners, ste
+from jaxpruner import _view, base_updater, sparsity_distributions
 
 
 @dataclasses.dataclass(eq=False)
-class MovementPruning(ste.StePruning):
+class MovementPruning(base_updater.BaseUpdater):
   """Keep the weights that moved away from zero (Sanh et al., 2020).
 
   The score of a weight is `S = -Σ w · ∂L/∂w` over the steps so far, the
@@ -22,6 +22,8 @@ class MovementPruning(ste.StePruning):
 
   is_sparse_gradients: bool = True
 
+  holds_zeros: ClassVar[bool] = False
+  straight_through: ClassVar[bool] = True
   category: ClassVar[base_updater.Category] = base_updater.Category(
     dynamic=True,
     needs=frozenset({"gradients"}),
@@ -29,43 +31,39 @@ class MovementPruning(ste.StePruning):
     cost="a dense step, one float32 per weight and one selection, every step",
   )
 
-  def init_stats(self, params, masks):
-    return _leaves.map_masks(
-      lambda _, p, m: (
-        None if m is None else jnp.zeros_like(p, dtype=jnp.float32)
-      ),
-      params,
-      masks,
-    )
+  def init_extra(self, params, masks):
+    view = self.view(params)
+    zeros = [jnp.zeros_like(p, dtype=jnp.float32) for p in view.leaves]
+    return view.put(None, zeros)
 
   def descend(self, scores, slope):
     """Return the scores after a step; only their order matters here."""
     return scores - slope
 
-  def observe(self, state, params, grads):
-    def move(_, param, grad, scores):
-      if scores is None:
-        return None
+  def on_gradients(self, state, params, grads):
+    view = self.view(params)
+
+    def move(scores, param, grad):
       slope = param.astype(jnp.float32) * grad.astype(jnp.float32)
       return self.descend(scores, slope)
 
-    moved = _leaves.map_masks(move, params, grads, state.stats, name="grads")
-    return state._replace(stats=moved)
+    moved = map(
+      move, view.of(state.stats), view.leaves, view.of(grads, "grads")
+    )
+    return state._replace(stats=view.put(None, moved))
 
   def calculate_scores(self, params, sparse_state=None, grads=None):
     if sparse_state is None:  # pruning at once: the movement of one step
-      stats = self.init_stats(params, params)
+      stats = self.init_extra(params, None)
       sparse_state = base_updater.SparseState(masks=None, stats=stats)
-      sparse_state = self.observe(sparse_state, params, grads)
-    return _leaves.map_masks(
-      lambda _, p, s: jnp.zeros_like(p) if s is None else s,
-      params,
-      sparse_state.stats,
-    )
+      sparse_state = self.on_gradients(sparse_state, params, grads)
+    view = self.view(params)
+    dense = jax.tree.map(jnp.zeros_like, params)
+    return view.put(dense, view.of(sparse_state.stats))
 
 
 @dataclasses.dataclass(eq=False)
-class SoftMovementPruning(global_pruners.GlobalPruning, MovementPruning):
+class SoftMovementPruning(MovementPruning):
   """Keep the weights whose movement score passes one threshold for all leaves.
 
   Soft movement (Sanh et al., 2020): the scores follow the gradient of
@@ -74,20 +72,27 @@ class SoftMovementPruning(global_pruners.GlobalPruning, MovementPruning):
   right; here the threshold is the one that realises the schedule exactly.
 
   Attributes:
+    sparsity: as in `GlobalPruning`.
+    filter_fn: as in `GlobalPruning`.
+    custom_sparsity_map: as in `GlobalPruning`.
+    use_normalization: as in `GlobalPruning`.
     penalty: weight of the sigmoid penalty.
     score_rate: learning rate of the scores.
   """
 
-  is_sparse_gradients: bool = True
+  sparsity: float = 0.0
+  filter_fn: Callable[..., bool] = sparsity_distributions.default_filter
+  custom_sparsity_map: Mapping[Any, float | None] | None = None
+  use_normalization: bool = False
   penalty: float = 1e-3
   score_rate: float = 0.1
 
-  category: ClassVar[base_updater.Category] = MovementPruning.category
+  ranking: ClassVar[str] = "global"
 
   def __post_init__(self):
     super().__post_init__()
-    _checks.check_number(self, "penalty")
-    _checks.check_number(self, "score_rate")
+    _view.check_number(self, "penalty")
+    _view.check_number(self, "score_rate")
 
   def descend(self, scores, slope):
     open_ = jax.nn.sigmoid(scores)

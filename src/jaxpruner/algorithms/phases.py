@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxpruner import _leaves, base_updater
+from jaxpruner._state import count_changes
 
 
 def chain(*phases: tuple[int, base_updater.BaseUpdater]) -> "Chain":
@@ -97,14 +98,14 @@ class Chain(base_updater.BaseUpdater):
     bound = [(s, p.bind(loss, batch, apply, inputs)) for s, p in self.phases]
     return dataclasses.replace(self, phases=tuple(bound))
 
-  def targets(self, params):
+  def _distribute(self, params):
     """Return the last phase's targets; all phases must prune its leaves."""
     names = [_leaves.join(n) for n, _ in _leaves.flatten_with_names(params)[0]]
     found, last = None, jax.tree.map(lambda _: None, params)
     for start, phase in self.phases:
       if _is_dense(phase):
         continue
-      last = phase.targets(params)
+      last = phase.target_sparsities(params)
       pruned = [s is not None for s in _leaves.align(params, last)]
       for name, now, before in zip(names, pruned, found or pruned, strict=True):
         if now != before:
@@ -120,10 +121,10 @@ class Chain(base_updater.BaseUpdater):
     first = self.phases[0][1]
     if _is_dense(first):
       return super().get_initial_masks(params, target_sparsities)
-    return first.get_initial_masks(params, first.targets(params))
+    return first.get_initial_masks(params, first.target_sparsities(params))
 
-  def init_stats(self, params, masks):
-    return tuple(phase.init_stats(params, masks) for _, phase in self.phases)
+  def init_extra(self, params, masks):
+    return tuple(phase.init_extra(params, masks) for _, phase in self.phases)
 
   def wrap_optax(self, inner):
     parts = [phase.wrap_optax(inner) for _, phase in self.phases]
@@ -139,7 +140,7 @@ class Chain(base_updater.BaseUpdater):
         )
 
       def run(i, updates, state, params):
-        entered = self._enter(i, self._view(i, state, params), params)
+        entered = self._enter(i, self._state_of(i, state, params), params)
         new_updates, new = parts[i].update(updates, entered, params, **extra)
         stats = (*state.stats[:i], new.stats, *state.stats[i + 1 :])
         # Branches must agree: phases that hold zeros may widen an update.
@@ -166,15 +167,13 @@ class Chain(base_updater.BaseUpdater):
     ]
     return jax.lax.switch(jnp.sum(starts <= step) - 1, branches, *args)
 
-  def _view(self, i, state, params):
+  def _state_of(self, i, state, params):
     """Return the state as the phase alone would have it."""
     phase, targets = self.phases[i][1], None
     if not _is_dense(phase):
-      targets = _leaves.map_masks(
-        lambda _, p, s: None if s is None else jnp.asarray(s, jnp.float32),
-        params,
-        phase.targets(params),
-      )
+      view = phase.view(params)
+      wanted = [jnp.asarray(s, jnp.float32) for s in view.targets]
+      targets = view.put(None, wanted)
     return state._replace(stats=state.stats[i], target_sparsities=targets)
 
   def _enter(self, i, state, params):
@@ -184,20 +183,16 @@ class Chain(base_updater.BaseUpdater):
       return state
 
     def enter(state):
-      masks = _leaves.map_masks(
-        lambda _, p, m: None if m is None else self._unpack(m, p),
-        params,
-        state.masks,
-      )
-      new = state
+      view, new = self.view(params), state
+      masks = view.put(None, view.of(state.masks))
       if (
         _is_dense(self.phases[i - 1][1])
         and phase.category.start == "sparse-to-sparse"
       ):
-        masks = phase.get_initial_masks(params, phase.targets(params))
-        new = state._replace(masks=self._pack(masks))
-      new = new._replace(stats=phase.init_stats(params, masks))
-      return self._tallied(state, new, params)
+        masks = phase.get_initial_masks(params, phase.target_sparsities(params))
+        new = state._replace(masks=view.store(jax.tree.leaves(masks)))
+      new = new._replace(stats=phase.init_extra(params, masks))
+      return count_changes(state, new, self.regrows)
 
     first = state.count == start
     if not isinstance(first, jax.core.Tracer):
@@ -209,12 +204,15 @@ class Chain(base_updater.BaseUpdater):
 
   def pre_forward_update(self, params, opt_state):
     plain = base_updater.BaseUpdater.pre_forward_update
-    if all(type(p).pre_forward_update is plain for _, p in self.phases):
+    if all(
+      type(p).pre_forward_update is plain and not p.straight_through
+      for _, p in self.phases
+    ):
       return params
     state = base_updater.find_state(opt_state)
 
     def run(i, params, state):
-      view = self._view(i, state, params)
+      view = self._state_of(i, state, params)
       return self.phases[i][1].pre_forward_update(params, view)
 
     return self._in_force(
@@ -225,20 +223,15 @@ class Chain(base_updater.BaseUpdater):
     state = base_updater.find_state(opt_state)
 
     def run(i, params, state):
-      view = self._view(i, state, params)
+      view = self._state_of(i, state, params)
       return self.phases[i][1].post_gradient_update(params, view)
 
     return self._in_force(
       run, state.count, params, state._replace(inner_state=None)
     )
 
-  def trained_masks(self, state):
-    # The masks of a dense phase are all ones.
-    holds = [p.holds_zeros or _is_dense(p) for _, p in self.phases]
-    return state.masks if all(holds) else None
-
-  def instant_sparsify(self, params, grads=None):
-    return self.phases[-1][1].instant_sparsify(params, grads)
+  def instant_sparsify(self, params, grads=None, **extra):
+    return self.phases[-1][1].instant_sparsify(params, grads, **extra)
 
 
 def _is_dense(phase: base_updater.BaseUpdater) -> bool:

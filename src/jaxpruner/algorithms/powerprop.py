@@ -3,7 +3,7 @@
 import dataclasses
 from typing import ClassVar
 
-from jaxpruner import _checks, base_updater
+from jaxpruner import _view, base_updater
 from jaxpruner.algorithms import pruners, transforms
 
 
@@ -28,9 +28,9 @@ class PowerPropagation(pruners.MagnitudePruning):
 
   def __post_init__(self):
     super().__post_init__()
-    _checks.check_number(self, "alpha")
+    _view.check_number(self, "alpha")
 
   def wrap_optax(self, inner):
     return super().wrap_optax(
-      transforms.powerpropagation(inner, self.alpha, self.targets)
+      transforms.powerpropagation(inner, self.alpha, self.target_sparsities)
     )

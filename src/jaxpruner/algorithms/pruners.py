@@ -6,7 +6,23 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from jaxpruner import _leaves, base_updater, sparsity_distributions
+from jaxpruner import base_updater
+from jaxpruner._leaves import PyTree
+
+
+def saliency_scores(
+  updater: base_updater.BaseUpdater, params: PyTree, grads: PyTree
+) -> PyTree:
+  """Return |w · ∂L/∂w|, in float32: half-precision products vanish."""
+  if grads is None:
+    raise ValueError(
+      f"{type(updater).__name__}: grads=None; saliency is |w · grad|, pass "
+      "grads"
+    )
+  view = updater.view(params)
+  product = lambda w, g: jnp.abs(w.astype(jnp.float32) * g.astype(jnp.float32))
+  scores = map(product, view.leaves, view.of(grads, "grads"))
+  return view.put(params, scores)
 
 
 @dataclasses.dataclass(eq=False)
@@ -54,22 +70,7 @@ class SaliencyPruning(base_updater.BaseUpdater):
 
   def calculate_scores(self, params, sparse_state=None, grads=None):
     del sparse_state
-    if grads is None:
-      raise ValueError(
-        f"{type(self).__name__}: grads=None; saliency is |w · grad|, pass grads"
-      )
-
-    def saliency(names, weight, grad):
-      if not sparsity_distributions.is_floating(weight):
-        return weight
-      if grad is None:
-        raise ValueError(
-          f"grads: no entry for params leaf {_leaves.join(names)!r}; pass the "
-          "gradients of all params"
-        )
-      return jnp.abs(weight.astype(jnp.float32) * grad.astype(jnp.float32))
-
-    return _leaves.map_masks(saliency, params, grads, name="grads")
+    return saliency_scores(self, params, grads)
 
 
 @dataclasses.dataclass(eq=False)
@@ -89,7 +90,3 @@ class RandomPruning(base_updater.BaseUpdater):
   def calculate_scores(self, params, sparse_state=None, grads=None):
     del grads
     return self.random_scores(params, sparse_state)
-
-  def replace_masks(self, state, params, masks, *scores):
-    del scores  # finite, as drawn
-    return super().replace_masks(state, params, masks)

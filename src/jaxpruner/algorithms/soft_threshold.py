@@ -6,12 +6,12 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from jaxpruner import _checks, _leaves, base_updater
-from jaxpruner.algorithms import global_pruners, ste
+from jaxpruner import _view, base_updater
+from jaxpruner.algorithms import global_pruners
 
 
 @dataclasses.dataclass(eq=False)
-class SoftThresholdPruning(global_pruners.GlobalPruning, ste.StePruning):
+class SoftThresholdPruning(global_pruners.GlobalPruning):
   """Learn how the layers share the budget (STR; Kusupati et al., 2020).
 
   The forward pass sees `sign(w) · relu(|w| - T)` with a threshold `T` for each
@@ -31,6 +31,8 @@ class SoftThresholdPruning(global_pruners.GlobalPruning, ste.StePruning):
   threshold_decay: float = 1e-4
   initial: float = -3.0
 
+  holds_zeros: ClassVar[bool] = False
+  straight_through: ClassVar[bool] = True
   category: ClassVar[base_updater.Category] = base_updater.Category(
     dynamic=True,
     needs=frozenset({"gradients"}),
@@ -40,51 +42,45 @@ class SoftThresholdPruning(global_pruners.GlobalPruning, ste.StePruning):
 
   def __post_init__(self):
     super().__post_init__()
-    _checks.check_number(self, "threshold_rate")
-    _checks.check_number(self, "threshold_decay", above=-1e-30)
-    _checks.check_number(self, "initial", above=-float("inf"))
+    _view.check_number(self, "threshold_rate")
+    _view.check_number(self, "threshold_decay", above=-1e-30)
+    _view.check_number(self, "initial", above=-float("inf"))
 
-  def init_stats(self, params, masks):
-    return _leaves.map_masks(
-      lambda _, p, m: None if m is None else jnp.float32(self.initial),
-      params,
-      masks,
-    )
+  def init_extra(self, params, masks):
+    view = self.view(params)
+    return view.put(None, [jnp.float32(self.initial)] * len(view.names))
 
-  def observe(self, state, params, grads):
-    def learn(_, param, grad, mask, s):
-      if s is None:
-        return None
-      kept = self._unpack(mask, param)
+  def on_gradients(self, state, params, grads):
+    view = self.view(params)
+
+    def learn(s, param, grad, mask):
       pull = grad.astype(jnp.float32) * jnp.sign(param.astype(jnp.float32))
       slope = jax.nn.sigmoid(s) * (1 - jax.nn.sigmoid(s))
-      grad_s = -slope * jnp.sum(jnp.where(kept, pull, 0))
+      grad_s = -slope * jnp.sum(jnp.where(mask, pull, 0))
       return s - self.threshold_rate * (grad_s + self.threshold_decay * s)
 
-    learnt = _leaves.map_masks(learn, params, grads, state.masks, state.stats)
-    return state._replace(stats=learnt)
+    trees = (state.stats, params, grads, state.masks)
+    learnt = map(learn, *map(view.of, trees))
+    return state._replace(stats=view.put(None, learnt))
 
   def calculate_scores(self, params, sparse_state=None, grads=None):
     del grads
-    return _leaves.map_masks(
-      lambda _, p, s: (
-        jnp.abs(p.astype(jnp.float32)) - (0 if s is None else jax.nn.sigmoid(s))
-      ),
-      params,
-      None if sparse_state is None else sparse_state.stats,
-    )
+    view = self.view(params)
+    scores = jax.tree.map(lambda p: jnp.abs(p.astype(jnp.float32)), params)
+    if sparse_state is None:
+      return scores
+    excess = lambda score, s: score - jax.nn.sigmoid(s)
+    return view.map(excess, scores, sparse_state.stats)
 
   def pre_forward_update(self, params, opt_state):
     """Return the kept weights, nearer to zero by their leaf's threshold."""
     seen = super().pre_forward_update(params, opt_state)
 
-    def shrink(_, param, masked, mask):
-      if mask is None:
-        return masked
+    def shrink(masked, param, mask):
       # The largest weight left out is where the leaf was cut.
-      out = jnp.where(self._unpack(mask, param), 0, jnp.abs(param))
+      out = jnp.where(mask, 0, jnp.abs(param))
       shift = jnp.sign(masked) * jnp.max(out)
       return masked - jax.lax.stop_gradient(shift)
 
     masks = base_updater.find_state(opt_state).masks
-    return _leaves.map_masks(shrink, params, seen, masks)
+    return self.view(params).map(shrink, seen, params, masks)

@@ -4,14 +4,12 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpruner import _leaves, base_updater, mask_calculator, sparsity_types
+from jaxpruner import _leaves, base_updater, engine, sparsity_types
+from jaxpruner._state import refuse_nan
 from jaxpruner.algorithms import criteria, redistribution
-from jaxpruner.engine import lazy as _lazy
-from jaxpruner.engine import search as _selection
 
 
 @dataclasses.dataclass(eq=False)
@@ -37,21 +35,8 @@ class StaticRandomSparse(base_updater.BaseUpdater):
     return self.random_scores(params, sparse_state)
 
   def get_initial_masks(self, params, target_sparsities):
-    return self.create_masks(
-      self.random_scores(params, None), target_sparsities
-    )
-
-  def update_state(self, sparse_state, params, grads):
-    del params, grads
-    return sparse_state
-
-  def instant_sparsify(self, params, grads=None) -> tuple[Any, Any]:
-    del params, grads
-    raise RuntimeError(
-      f"{type(self).__name__} trains sparse from the start, it prunes nothing "
-      "at once: use wrap_optax, and params = pruner.post_gradient_update("
-      "params, opt_state) after init; for a random mask use RandomPruning"
-    )
+    scores = self.random_scores(params, None)
+    return self.create_masks(scores, target_sparsities)
 
 
 @dataclasses.dataclass(eq=False)
@@ -121,29 +106,25 @@ class Rewiring(StaticRandomSparse):
       *(getattr(part, "needs", ()) for part in parts)
     )
 
-  def init_stats(self, params, masks):
+  def init_extra(self, params, masks):
     if "momentum" not in self.needs:
       return None
-    start = lambda _, param, mask: (
-      None
-      if mask is None
-      else _leaves.shard_like(jnp.zeros(param.shape, jnp.float32), param)
-    )
-    return {"momentum": _leaves.map_masks(start, params, masks)}
+    view = self.view(params)
+    start = lambda p: _leaves.shard_like(jnp.zeros(p.shape, jnp.float32), p)
+    return {"momentum": view.put(None, map(start, view.leaves))}
 
-  def observe(self, state, params, grads):
+  def on_gradients(self, state, params, grads):
     if "momentum" not in self.needs:
       return state
+    view = self.view(params)
 
-    def step(_, grad, mean):
-      if mean is None:
-        return None
+    def step(mean, grad):
       new = self.momentum_decay * mean + (1 - self.momentum_decay) * grad
       # One bad batch must not spoil the mean for ever.
       return jnp.where(jnp.isfinite(new), new, mean).astype(mean.dtype)
 
-    grads = jax.tree.structure(params).unflatten(_leaves.align(params, grads))
-    momentum = _leaves.map_masks(step, grads, state.stats["momentum"])
+    old = view.of(state.stats["momentum"], "momentum")
+    momentum = view.put(None, map(step, old, view.of(grads, "grads")))
     return state._replace(stats={**state.stats, "momentum": momentum})
 
   def drop_fraction_at(self, step: Any) -> Any:
@@ -173,92 +154,96 @@ class Rewiring(StaticRandomSparse):
     """Score the weights not kept; the highest grow."""
     return self.grow(self.see(params, sparse_state, grads))
 
-  def goals(self, sparse_state, params, kinds, shapes, counts):
-    """Return how many units each leaf's groups are to have: as they have."""
-    del sparse_state, params
-    return -(-counts // _groups(kinds, shapes))
+  def goals(self, view, state, counts):
+    """Return how many units each group of a leaf is to have after growing.
 
-  def survivors(self, sparse_state, totals, active, scores):
+    Args:
+      view: the prunable leaves.
+      state: the state.
+      counts: int32 per leaf, how many units it has.
+
+    Returns:
+      int32 per leaf: as many as it has.
+    """
+    del state
+    return -(-counts // _groups(view))
+
+  def survivors(self, state, totals, active, scores):
     """Return, per leaf, how many of its units are not dropped.
 
     Args:
-      sparse_state: the state.
+      state: the state.
       totals: int32 per leaf, how many units it is to have after growing.
       active: per leaf, which units are kept now.
       scores: per leaf, the drop scores of its units.
+
+    Returns:
+      int32 per leaf.
     """
     del active, scores
-    fraction = self.drop_fraction_at(sparse_state.count)
-    fraction = jnp.where(sparse_state.count == 0, 0, fraction)
+    fraction = self.drop_fraction_at(state.count)
+    fraction = jnp.where(state.count == 0, 0, fraction)
     dropped = jnp.floor(fraction * totals).astype(jnp.int32)
     return totals - jnp.clip(dropped, 0, totals)
 
-  def update_state(self, sparse_state, params, grads):
-    drop = _lazy.defer(self.drop_scores, params, sparse_state, grads)
-    grow = _lazy.defer(self.grow_scores, params, sparse_state, grads)
-    leaves, treedef = _leaves.flatten_with_names(params)
-    masks = _leaves.align(params, sparse_state.masks)
-    picked = [i for i, mask in enumerate(masks) if mask is not None]
-    if not picked:
-      return sparse_state
-    drop_entries = _leaves.align(params, drop, "scores")
-    grow_entries = _leaves.align(params, grow, "scores")
-    for entries in (drop_entries, grow_entries):
-      base_updater.refuse_nan([(leaves[i][0], entries[i]) for i in picked])
-    kinds = self._types([leaves[i] for i in picked], among=leaves)
-    self._check_kinds(kinds, [leaves[i][0] for i in picked])
-    active, drop_units, grow_units = [], [], []
-    for kind, i in zip(kinds, picked, strict=True):
-      mask = self._unpack(masks[i], leaves[i][1])
-      # The mask of a block is constant on it: its mean is the block's own bit.
-      active.append(sparsity_types.pool(kind, mask))
-      drop_units.append(sparsity_types.pool(kind, drop_entries[i]))
-      grow_units.append(sparsity_types.pool(kind, grow_entries[i]))
-    # Counts stay one array: leaf by leaf, each would have kernels of its own.
-    counts = jnp.stack([_selection.total(a > 0) for a in active])
-    counts = counts.astype(jnp.int32)
-    shapes = [leaves[i][1].shape for i in picked]
-    goals = self.goals(sparse_state, params, kinds, shapes, counts)
-    totals = goals * _groups(kinds, shapes)
+  def update_state(self, sparse_state, params, grads, **extra):
+    view, state = self.view(params), sparse_state
+    if not view.names:
+      return state
+    drop, grow = self._parts(view, state, grads)
+    pool = lambda scores: [*map(sparsity_types.pool, view.kinds, scores)]
+    # The mask of a block is constant on it: its mean is the block's own bit.
+    active = [a > 0 for a in pool(view.of(state.masks))]
+    drop_units = pool(drop)
+    counts = jnp.stack([jnp.sum(a, dtype=jnp.int32) for a in active])
+    goals = self.goals(view, state, counts)
+    totals = goals * _groups(view)
     # A mask that lost units (a sparse model's zeros) has fewer to keep.
-    left = jnp.minimum(
-      self.survivors(sparse_state, totals, [a > 0 for a in active], drop_units),
-      counts,
-    )
-    kept = mask_calculator.topk_masks(
-      [
-        _lazy.lift(lambda s, a=a: jnp.where(a > 0, s, -jnp.inf), scores)
-        for a, scores in zip(active, drop_units, strict=True)
-      ],
-      left,
-    )
-    # Random numbers are finite; to look would be to draw them once more.
-    judged = [drop] if type(self.grow) is criteria.Random else [drop, grow]
+    left = self.survivors(state, totals, active, drop_units)
+    left = jnp.minimum(left, counts)
+    inside = lambda s, a: engine.apply(_below, s, a)
+    kept = engine.select([*map(inside, drop_units, active)], left).masks
+    finite = self._finite(drop, grow)
     if self.redistribute is not None:
-      momentum = (sparse_state.stats or {}).get("momentum")
-      momentum = _leaves.align(params, momentum, "momentum")
-      room = jnp.array([a.size for a in active], jnp.int32) - left
-      shares = self.redistribute(kept, [momentum[i] for i in picked])
-      grown = redistribution.allocate(shares, jnp.sum(totals - left), room)
-      goals = left + grown
-      judged.append(self._one_for_all(judged, params, picked))
-    chosen = sparsity_types.select(
-      kinds,
-      [
-        _lazy.lift(lambda s, k=k: jnp.where(k == 1, jnp.inf, s), scores)
-        for k, scores in zip(kept, grow_units, strict=True)
-      ],
-      goals,
-    )
-    new: list[Any] = [None] * len(leaves)
-    for kind, i, units in zip(kinds, picked, chosen, strict=True):
-      new[i] = sparsity_types.expand(kind, units, leaves[i][1])
-    return self.replace_masks(
-      sparse_state, params, treedef.unflatten(new), *judged
-    )
+      goals = left + self._shares(view, state, kept, left, totals)
+      # Leaves that trade weights must all be updated, or none.
+      finite = jnp.broadcast_to(jnp.all(finite), finite.shape)
+    above = lambda s, k: engine.apply(_above, s, k)
+    units = [*map(above, pool(grow), kept)]
+    chosen = sparsity_types.select(view.kinds, units, goals).masks
+    masks = [*map(sparsity_types.expand, view.kinds, chosen, view.leaves)]
+    return self._replace_masks(view, state, masks, finite)
 
-  def _check_kinds(self, kinds, names) -> None:
-    for kind, name in zip(kinds, names, strict=True):
+  def _parts(self, view, state, grads) -> tuple[list[Any], list[Any]]:
+    """Return the drop and grow scores of the prunable leaves."""
+    self._check_kinds(view)
+    found = []
+    for part in (self.drop_scores, self.grow_scores):
+      scores = engine.defer(part, view.params, state, grads)
+      scores = view.of(scores, "scores")
+      refuse_nan(list(zip(view.names, scores, strict=True)))
+      found.append(scores)
+    return found[0], found[1]
+
+  def _finite(self, drop, grow) -> Any:
+    finite = jnp.stack([engine.all_finite(s) for s in drop])
+    # Random numbers are finite; to look would be to draw them once more.
+    if type(self.grow) is criteria.Random:
+      return finite
+    return finite & jnp.stack([engine.all_finite(s) for s in grow])
+
+  def _shares(self, view, state, kept, left, totals) -> Any:
+    """Return how many units each leaf grows, redistributed."""
+    assert self.redistribute is not None
+    momentum = (state.stats or {}).get("momentum")
+    none: list[Any] = [None] * len(kept)
+    momentum = none if momentum is None else view.of(momentum, "momentum")
+    room = jnp.array([k.size for k in kept], jnp.int32) - left
+    shares = self.redistribute(kept, momentum)
+    return redistribution.allocate(shares, jnp.sum(totals - left), room)
+
+  def _check_kinds(self, view) -> None:
+    for kind, name in zip(view.kinds, view.names, strict=True):
       if not isinstance(kind, sparsity_types.SparsityType):
         raise ValueError(
           f"params leaf {_leaves.join(name)!r}: {type(self).__name__} "
@@ -274,24 +259,21 @@ class Rewiring(StaticRandomSparse):
           "Unstructured, or redistribute=None"
         )
 
-  def _one_for_all(self, judged, params, picked):
-    """Return scores that are not finite in any leaf if they are not in one.
 
-    Leaves that trade weights must all be updated, or none.
-    """
-    columns = [_leaves.align(params, tree, "scores") for tree in judged]
-    finite = jnp.array(True)
-    for i in picked:
-      for column in columns:
-        finite &= _lazy.finite(column[i])
-    flag = jnp.where(finite, 0.0, jnp.nan)
-    return jax.tree.map(lambda _: flag, params)
+def _below(scores: Any, active: Any) -> Any:
+  """Rank what is not active below everything."""
+  return jnp.where(active, scores, -jnp.inf)
 
 
-def _groups(kinds, shapes) -> np.ndarray:
+def _above(scores: Any, kept: Any) -> Any:
+  """Rank what is kept above everything."""
+  return jnp.where(kept == 1, jnp.inf, scores)
+
+
+def _groups(view) -> np.ndarray:
   """Return into how many groups each leaf's units fall."""
-  pairs = zip(kinds, shapes, strict=True)
-  return np.array([kind.groups(shape) for kind, shape in pairs], np.int32)
+  pairs = zip(view.kinds, view.leaves, strict=True)
+  return np.array([kind.groups(p.shape) for kind, p in pairs], np.int32)
 
 
 @dataclasses.dataclass(eq=False)

@@ -3,29 +3,10 @@
 import dataclasses
 from typing import Any, ClassVar
 
-import jax
 import jax.numpy as jnp
 
-from jaxpruner import _leaves, base_updater, mask_calculator
-from jaxpruner.algorithms import pruners, sparse_trainers
-from jaxpruner.engine import lazy as _lazy
-
-
-@jax.custom_vjp
-def _two_masks(param, forward, backward):
-  del backward
-  return base_updater.apply_mask(param, forward)
-
-
-def _forward(param, forward, backward):
-  return base_updater.apply_mask(param, forward), backward
-
-
-def _backward(backward, cotangent):
-  return base_updater.apply_mask(cotangent, backward), None, None
-
-
-_two_masks.defvjp(_forward, _backward)
+from jaxpruner import base_updater, mask_calculator
+from jaxpruner.algorithms import pruners
 
 
 @dataclasses.dataclass(eq=False)
@@ -50,9 +31,10 @@ class TopKAST(pruners.MagnitudePruning):
     dynamic=True,
     paper="Jayakumar et al., 2020",
     cost="a sparse step, its backward pass less so; two selections per update",
+    trained="backward",
   )
   holds_zeros: ClassVar[bool] = False
-  instant_sparsify = sparse_trainers.StaticRandomSparse.instant_sparsify
+  changes_stats: ClassVar[bool] = True
 
   def __post_init__(self):
     super().__post_init__()
@@ -65,11 +47,11 @@ class TopKAST(pruners.MagnitudePruning):
   def get_initial_masks(self, params, target_sparsities):
     return self.create_masks(self.calculate_scores(params), target_sparsities)
 
-  def init_stats(self, params, masks):
-    del masks
-    wider = jax.tree.map(self._widen, self.targets(params))
-    scores = self.calculate_scores(params)
-    return {"backward": self._pack(self.create_masks(scores, wider))}
+  def init_extra(self, params, masks):
+    view = self.view(params)
+    wider = [self._widen(s) for s in view.targets]
+    scores = view.of(self.calculate_scores(params), "scores")
+    return {"backward": view.store(self._select(view, scores, wider).masks)}
 
   def _widen(self, sparsity):
     widen = lambda s: 1 - self.backward_factor * (1 - s)
@@ -80,76 +62,43 @@ class TopKAST(pruners.MagnitudePruning):
       return max(widen(sparsity), 0.0)
     return jnp.maximum(widen(sparsity), 0)
 
-  def update_state(self, sparse_state, params, grads):
-    new = super().update_state(sparse_state, params, grads)
-    wider = jax.tree.map(
-      self._widen,
-      self.sparsities_at(sparse_state, params, sparse_state.count),
-      is_leaf=lambda x: isinstance(x, mask_calculator.AtStep),
-    )
-    scores = self.calculate_scores(params)
-    masks = self._pack(self.create_masks(scores, wider))
+  def update_state(self, sparse_state, params, grads, **extra):
+    new = super().update_state(sparse_state, params, grads, **extra)
+    view = self.view(params)
+    if not view.names:
+      return new
+    now = self.sparsities_at(view, sparse_state, sparse_state.count)
+    scores = view.of(self.calculate_scores(params), "scores")
+    found = self._select(view, scores, [self._widen(s) for s in now])
+    old = view.of(sparse_state.stats["backward"])
     # Where a score is not finite, neither set changes.
-    masks = _leaves.map_masks(
-      lambda _, score, mask, old: (
-        None if mask is None else jnp.where(_lazy.finite(score), mask, old)
-      ),
-      scores,
-      masks,
-      sparse_state.stats["backward"],
-    )
-    return new._replace(stats={"backward": masks})
-
-  def trained_masks(self, state):
-    return state.stats["backward"]
+    wider = map(jnp.where, found.finite, found.masks, old)
+    return new._replace(stats={"backward": view.store(wider)})
 
   def pre_forward_update(self, params: Any, opt_state: Any) -> Any:
     """Return sparse parameters whose gradient reaches the backward set."""
     state = base_updater.find_state(opt_state)
-
-    def mask_leaf(_, param, mask, wider):
-      if mask is None:
-        return param
-      return _two_masks(
-        param, self._unpack(mask, param), self._unpack(wider, param)
-      )
-
-    return _leaves.map_masks(
-      mask_leaf, params, state.masks, state.stats["backward"]
+    return self.view(params).map(
+      base_updater.masked_forward, params, state.masks, state.stats["backward"]
     )
 
   def prepare_gradients(self, grads, state, params):
-    def decay(_, param, grad, mask, wider, target):
-      if mask is None:
-        return grad
-      inside = self._unpack(mask, param) == 1
-      rate = jnp.where(inside, 1.0, 1 / (1 - target)) * self.regularization
+    def decay(grad, param, mask, wider, target):
+      rate = jnp.where(mask == 1, 1.0, 1 / (1 - target)) * self.regularization
       grad = (grad + rate * param).astype(grad.dtype)
-      return base_updater.apply_mask(grad, self._unpack(wider, param))
+      return base_updater.apply_mask(grad, wider)
 
-    grads = jax.tree.structure(params).unflatten(
-      _leaves.align(params, grads, "grads")
-    )
-    return _leaves.map_masks(
+    return self.view(params).map(
       decay,
-      params,
       grads,
+      params,
       state.masks,
       state.stats["backward"],
       state.target_sparsities,
     )
 
-  def confine(self, updates, state, params):
+  def hold_zeros(self, updates, state, params):
     """Return updates that leave what is not trained as it is."""
-    return _leaves.map_masks(
-      lambda _, param, update, wider: (
-        update
-        if wider is None
-        else base_updater.apply_mask(update, self._unpack(wider, param))
-      ),
-      params,
-      jax.tree.structure(params).unflatten(
-        _leaves.align(params, updates, "updates")
-      ),
-      state.stats["backward"],
+    return self.view(params).map(
+      base_updater.apply_mask, updates, state.stats["backward"]
     )

@@ -133,7 +133,9 @@ def costs_of(cell: Cell) -> Costs:
   """Return what the cell's algorithm costs: the one place that asks it."""
   if cell.algorithm in BASELINES:
     return Costs(1, 1, 1.0)
-  cls = jaxpruner.algorithm_class(cell.algorithm)
+  category = jaxpruner.algorithm_class(cell.algorithm).category
   return Costs(
-    cls.gradients_per_step, cls.trainings(cell.sparsity), cls.temperature
+    category.gradients_per_step,
+    1 if category.trainings is None else category.trainings(cell.sparsity),
+    category.temperature,
   )

@@ -158,7 +158,9 @@ class _Seed:
     mean = lambda m: m.mean(dtype=jnp.float32)
     density = jax.tree.map(mean, masks)
     state = jaxpruner.find_state(carry.opt_state)
-    trained = self._updater.trained_masks(state)
+    trained = state.masks if self._updater.holds_zeros else None
+    if self._updater.category.trained is not None:
+      trained = state.stats[self._updater.category.trained]
     stored = jax.tree.map(jnp.ones_like, density)
     if trained is not None and size:
       stored = jax.tree.map(mean, trained)

@@ -60,6 +60,9 @@ def build(
       "0.8"
     )
   sparsity = sparsity_distributions.check_sparsity(sparsity)
+  plain = not options and "dist_type" not in config
+  if sparsity == 0 and plain and not knows_sparsity(sparsity_type):
+    return {}  # unset: nothing is removed
   return {
     "sparsity_distribution_fn": functools.partial(
       distribution, sparsity=sparsity, **options

@@ -78,7 +78,7 @@ def _from_total_steps(cls: Any, config: Mapping[str, Any]) -> dict[str, int]:
     return {}
   end = config.get("update_end_step", total * 3 // 4)
   # At least ten updates, however short the training.
-  every = cls.update_every or max(1, min(100, end // 10))
+  every = cls.category.update_every or max(1, min(100, end // 10))
   freq = config.get("update_freq", every)
   start = min(freq, end) if _rewires(cls) else min(total // 4, end)
   return {
@@ -101,8 +101,8 @@ def _implied(cls: Any, config: Mapping[str, Any]) -> str:
     return "none"
   if start == config.get("update_end_step"):
     return "one_shot"
-  if cls.default_schedule:
-    return cls.default_schedule
+  if cls.category.default_schedule:
+    return cls.category.default_schedule
   return "periodic" if _rewires(cls) else "polynomial"
 
 

@@ -210,11 +210,14 @@ def sparsity_table(
     masks = state.masks if masks is None else masks
     skipped = state.skipped
   entries = _leaves.align(params, masks)
-  targets = [None] * len(leaves)
+  targets: list[Any] = [None] * len(leaves)
   kinds: list[Any] = [None] * len(leaves)
   if updater is not None:
-    targets = _leaves.align(params, updater.targets(params), "targets")
-    kinds = updater._types(leaves)
+    view = updater.view(params)
+    for i, target, kind in zip(
+      view.places, view.targets, view.kinds, strict=True
+    ):
+      targets[i], kinds[i] = target, kind
   table = [("leaf", "shape", "type", "target", "realised", "ones")]
   counts: dict[str, list[tuple[int, int]]] = {"prunable": [], "all": []}
   for row, (names, leaf) in enumerate(leaves):

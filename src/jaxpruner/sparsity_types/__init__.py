@@ -24,6 +24,7 @@ from jaxpruner.sparsity_types.masks import (
   ones_each,
   pool,
   select,
+  select_masks,
 )
 from jaxpruner.sparsity_types.pooled import Block, Channel
 from jaxpruner.sparsity_types.transposable import TransposableNByM
@@ -46,4 +47,5 @@ __all__ = [
   "pool",
   "register_sparsity_type",
   "select",
+  "select_masks",
 ]

@@ -1,0 +1,210 @@
+"""The step of `wrap_optax`: scores, masks, optimizer, zeros, state."""
+
+import functools
+import inspect
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxpruner import _leaves, _moments, engine, sparsity_schedules
+from jaxpruner._leaves import PyTree
+from jaxpruner._state import SparseState, check_fit, count_changes
+
+# What a mask update may change; the optimizer's state is not part of it.
+_CHANGING = ("masks", "skipped", "explored", "tally")
+
+
+def wrap(
+  updater: Any, inner: optax.GradientTransformation
+) -> optax.GradientTransformationExtraArgs:
+  """Return `inner`, its updates confined to the sparse set of an updater.
+
+  Args:
+    updater: a `BaseUpdater`.
+    inner: the optimizer.
+
+  Returns:
+    The transformation; its state is a `SparseState`.
+  """
+  if not (hasattr(inner, "init") and hasattr(inner, "update")):
+    raise ValueError(
+      f"wrap_optax: inner={inner!r} must be an Optax transformation, such "
+      "as optax.adam(1e-3)"
+    )
+  _warn_if_never_updates(updater)
+  inner = optax.with_extra_args_support(inner)
+
+  def init(params: PyTree) -> SparseState:
+    state = updater.init_state(params)
+    inner_state = inner.init(params)
+    _warn_if_moments_stay(updater, inner_state, params, state.masks)
+    return state._replace(inner_state=inner_state)
+
+  def update(grads, state, params=None, **extra):
+    _check(updater, grads, state, params)
+    state = updater.on_gradients(state, params, grads)
+    due = updater.scheduler.is_mask_update_iter(state.count)
+    if not updater.straight_through:
+      state = _new_masks(updater, due, state, params, grads, extra)
+    seen = updater.prepare_gradients(grads, state, params)
+    step = lambda old: inner.update(seen, old, params, **extra)
+    rest = updater.skip_gradients and due
+    updates, inner_state = _optimize(updater, inner, step, state, params, rest)
+    updates = updater.hold_zeros(updates, state, params)
+    count = optax.safe_increment(state.count)
+    state = state._replace(inner_state=inner_state, count=count)
+    if updater.straight_through:
+      moved = optax.apply_updates(params, updates)
+      state = _new_masks(updater, True, state, moved, grads, extra)
+    return updates, state
+
+  return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _new_masks(updater, due, state, params, grads, extra) -> SparseState:
+  """Return the state after a mask update, if it is due."""
+  own = not type(updater).update_state.__module__.startswith("jaxpruner.")
+  names = _CHANGING
+  if own:  # a user's may change anything
+    names = SparseState._fields
+  elif updater.changes_stats:
+    names = (*names, "stats")
+  if not own and updater.category.when == "before":
+    return state
+
+  def change(fields: dict[str, Any]) -> dict[str, Any]:
+    old = state._replace(**fields)
+    options = accepted(updater.update_state, extra)
+    new = updater.update_state(old, params, grads, **options)
+    _check_structure(updater, old, new)
+    new = count_changes(old, new, updater.regrows)
+    return {name: getattr(new, name) for name in names}
+
+  fields = {name: getattr(state, name) for name in names}
+  if not own and not jax.tree.leaves(state.masks):
+    return state
+  return state._replace(**engine.run_if(due, change, fields))
+
+
+def _optimize(updater, inner, step, state, params, rest):
+  """Return the optimizer's updates and new state.
+
+  While it rests its state stays and updates are zero. If weights regrow, the
+  moments of pruned ones are made fresh at every step, in the pass that writes
+  them anyway: a conditional reset on growth would copy the whole state.
+  """
+  if rest is False and not updater.regrows:
+    return step(state.inner_state)
+  masks = _leaves.align(params, state.masks)
+  if updater.use_packed_masks:
+    pairs = zip(masks, jax.tree.leaves(params), strict=True)
+    masks = [m if m is None else _leaves.unpack(m, p) for m, p in pairs]
+  fresh = None
+  if updater.regrows:
+    # Some moments start at the parameter: that of a pruned one is zero.
+    fresh = inner.init(updater.apply_masks(params, state.masks))
+  keep = _moments.keepers(state.inner_state, params, masks, fresh, rest)
+  updates, inner_state = _moments.update(step, state.inner_state, keep)
+  if rest is not False:
+    still = lambda u: jnp.where(rest, jnp.zeros_like(u), u)
+    updates = jax.tree.map(still, updates)
+  return updates, inner_state
+
+
+@functools.lru_cache(maxsize=256)
+def _named(fn: Callable[..., Any]) -> frozenset[str] | None:
+  """Return the names of a function's arguments; None if it takes any."""
+  found = inspect.signature(fn).parameters.values()
+  if any(p.kind is p.VAR_KEYWORD for p in found):
+    return None
+  return frozenset(p.name for p in found if p.kind is not p.POSITIONAL_ONLY)
+
+
+def accepted(
+  method: Callable[..., Any], extra: dict[str, Any]
+) -> dict[str, Any]:
+  """Return the keyword arguments that a method takes.
+
+  Args:
+    method: a bound method, such as a user's `calculate_scores`.
+    extra: what the caller of `tx.update` passed along.
+
+  Returns:
+    All of them if the method has `**extra`, else those it names.
+  """
+  names = _named(getattr(method, "__func__", method)) if extra else None
+  return {k: v for k, v in extra.items() if names is None or k in names}
+
+
+def check_masks(
+  params: PyTree, masks: PyTree, is_packed: bool, targets: PyTree = None
+) -> None:
+  """Raise if a mask does not fit its parameter, or is missing."""
+  for (names, param), mask, target in zip(
+    _leaves.flatten_with_names(params)[0],
+    _leaves.align(params, masks),
+    _leaves.align(params, targets, "target_sparsities"),
+    strict=True,
+  ):
+    if mask is not None:
+      check_fit(mask, param.shape, is_packed, _leaves.join(names))
+    elif target is not None:
+      raise ValueError(
+        f"params leaf {_leaves.join(names)!r}: the state holds a target "
+        "sparsity but no mask; restore checkpoints into the structure that "
+        "tx.init(params) gives"
+      )
+
+
+def _check(updater, grads, state, params) -> None:
+  """Raise if the arguments of `update` do not fit."""
+  if params is None:
+    raise ValueError(
+      f"{type(updater).__name__}.wrap_optax(…).update needs params: call "
+      "tx.update(grads, opt_state, params)"
+    )
+  check_masks(
+    params, state.masks, updater.use_packed_masks, state.target_sparsities
+  )
+  if updater.is_sparse_gradients or "gradients" in updater.needs:
+    _leaves.align(params, grads, "grads")  # raises where they differ
+
+
+def _check_structure(updater: Any, old: SparseState, new: Any) -> None:
+  given, got = jax.tree.structure(old), jax.tree.structure(new)
+  if got != given:
+    raise ValueError(
+      f"{type(updater).__name__}.update_state must return a SparseState of the "
+      f"structure it was given; got {got}, not {given}"
+    )
+
+
+def _warn_if_never_updates(updater: Any) -> None:
+  if (
+    isinstance(updater.scheduler, sparsity_schedules.NoUpdateSchedule)
+    and updater.holds_zeros
+    and (updater.category.start == "dense-to-sparse" or updater.regrows)
+  ):
+    warnings.warn(
+      f"{type(updater).__name__} will never change its masks: its scheduler is "
+      "NoUpdateSchedule; pass scheduler=jaxpruner.sparsity_schedules."
+      + ("PeriodicSchedule(…)" if updater.regrows else "PolynomialSchedule(…)"),
+      stacklevel=4,
+    )
+
+
+def _warn_if_moments_stay(updater, inner_state, params, masks) -> None:
+  if not updater.regrows:
+    return
+  stay = _moments.unmatched(inner_state, params, _leaves.align(params, masks))
+  if stay:
+    warnings.warn(
+      f"{type(updater).__name__}: the optimizer keeps shared statistics "
+      f"({stay[0]} and {len(stay) - 1} more) that belong to no single "
+      "weight; they are not reset when a weight grows",
+      stacklevel=4,
+    )

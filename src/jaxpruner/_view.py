@@ -1,0 +1,211 @@
+"""What an updater's fields mean for a parameter tree: its prunable leaves."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpruner import _leaves, sparsity_distributions, sparsity_types
+from jaxpruner._leaves import Prunable, PyTree
+from jaxpruner._state import Array, check_seed, frozen
+
+# Views by structure, shapes and configuration; the oldest goes first.
+_VIEWS: dict[Any, Prunable] = {}
+_MAX_VIEWS = 64
+
+
+def build(updater: Any, params: PyTree, targets: PyTree = None) -> Prunable:
+  """Return the prunable leaves of a tree; see `BaseUpdater.view`."""
+  leaves, treedef = _leaves.flatten_with_names(params)
+  key = None if targets is not None else _key(updater, leaves, treedef)
+  if key is not None and key in _VIEWS:
+    return _VIEWS[key]._replace(params=params)
+  if targets is None:
+    wanted = updater._distribute(params)
+    wanted = _leaves.align(params, wanted, "sparsity_distribution_fn")
+  else:
+    wanted = _leaves.align(params, targets, "sparsities")
+  places = tuple(i for i, s in enumerate(wanted) if s is not None)
+  chosen = [leaves[i] for i in places]
+  kinds = _types(updater, chosen, [names for names, _ in leaves])
+  found = [wanted[i] for i in places]
+  if targets is None:
+    rows = zip(chosen, kinds, found, strict=True)
+    found = [_checked(updater, *leaf, kind, s) for leaf, kind, s in rows]
+  view = Prunable(
+    names=tuple(names for names, _ in chosen),
+    kinds=tuple(kinds),
+    targets=tuple(found),
+    params=None,
+    packed=updater.use_packed_masks,
+    places=places,
+    among=tuple(names for names, _ in leaves),
+  )
+  if key is not None:
+    if len(_VIEWS) >= _MAX_VIEWS:
+      del _VIEWS[next(iter(_VIEWS))]
+    _VIEWS[key] = view
+  return view._replace(params=params)
+
+
+def _key(updater: Any, leaves: list[Any], treedef: Any) -> Any:
+  """Return what a view depends on; None if that may be more than shapes."""
+  fn, kind = updater.sparsity_distribution_fn, updater.sparsity_type
+  by_shape = (sparsity_distributions.uniform, sparsity_distributions.erk)
+  known = fn is None or updater.is_unset
+  known |= isinstance(fn, functools.partial) and fn.func in by_shape
+  known &= type(updater)._distribute.__module__ == "jaxpruner.base_updater"
+  if not known or not (isinstance(kind, Mapping) or hasattr(kind, "mask")):
+    return None
+  names = ("sparsity", "filter_fn", "custom_sparsity_map")
+  fields = [fn, kind, updater.topk_fn, updater.use_packed_masks]
+  fields += [getattr(updater, n) for n in names if updater.ranking == "global"]
+  try:
+    shapes = tuple((x.shape, str(x.dtype)) for _, x in leaves)
+    key = (updater.ranking, treedef, shapes, frozen(fields))
+    hash(key)
+  except (AttributeError, TypeError):
+    return None
+  return key
+
+
+def _checked(updater, names, leaf, kind, sparsity) -> Any:
+  """Return the target of a leaf, or raise if its type cannot give it."""
+  name = f"params leaf {_leaves.join(names)!r}"
+  if not isinstance(sparsity, jax.Array):
+    sparsity = sparsity_distributions.check_sparsity(sparsity, name)
+    if hasattr(kind, "sparsity"):
+      if updater.is_unset:
+        sparsity = kind.sparsity  # the structure says it all
+      elif abs(sparsity - kind.sparsity) > 1e-6:
+        raise ValueError(
+          f"{name}: sparsity={sparsity} contradicts {kind}, which "
+          f"removes exactly {kind.sparsity:g}; ask for that, or change it"
+        )
+  if hasattr(kind, "check"):
+    kind.check(leaf.shape, sparsity, name)
+  return sparsity
+
+
+def _types(updater: Any, leaves: list[Any], among: list[Any]) -> list[Any]:
+  """Return the sparsity type of each `(names, leaf)`."""
+  if updater.topk_fn is not None:
+    return [_TopKFn(updater.topk_fn)] * len(leaves)
+  kind = updater.sparsity_type
+  if isinstance(kind, Mapping):
+    # A pattern must match some leaf, pruned or not.
+    keys = _leaves.match_patterns(kind, among, "sparsity_type")
+    table = dict(zip(among, keys, strict=True))
+    default = sparsity_types.Unstructured()
+    return [
+      default if table[names] is None else kind[table[names]]
+      for names, _ in leaves
+    ]
+  if callable(getattr(kind, "mask", None)):
+    return [kind] * len(leaves)
+  kinds = [kind(names, leaf) for names, leaf in leaves]
+  for (names, _), chosen in zip(leaves, kinds, strict=True):
+    if isinstance(chosen, type) or not hasattr(chosen, "mask"):
+      raise ValueError(
+        f"sparsity_type gives {chosen!r} for {_leaves.join(names)!r}; it "
+        "must return a sparsity type, such as Unstructured()"
+      )
+  return kinds
+
+
+@dataclasses.dataclass(frozen=True)
+class _TopKFn:
+  """A user's function in the place of a sparsity type."""
+
+  fn: Callable[[Array, Any], Array]
+
+  def mask(self, scores: Array, sparsity: Any) -> Array:
+    return self.fn(scores, sparsity)
+
+
+def check_fields(updater: Any) -> None:
+  """Raise if a field of an updater makes no sense."""
+  for name in ("is_mask_update_iter", "get_sparsity_at_step"):
+    if isinstance(updater.scheduler, type) or not callable(
+      getattr(updater.scheduler, name, None)
+    ):
+      raise ValueError(
+        f"scheduler={updater.scheduler!r} has no method {name}; use one of "
+        "jaxpruner.sparsity_schedules, such as OneShotSchedule(0)"
+      )
+  for name in (
+    "skip_gradients",
+    "is_sparse_gradients",
+    "use_packed_masks",
+    "track_exploration",
+    "continue_sparse",
+  ):
+    if not isinstance(getattr(updater, name), bool | np.bool_):
+      raise ValueError(
+        f"{name}={getattr(updater, name)!r} must be True or False"
+      )
+  for name in ("sparsity_distribution_fn", "topk_fn"):
+    value = getattr(updater, name)
+    if value is not None and not callable(value):
+      raise ValueError(
+        f"{name}={value!r} must be a function, such as functools.partial("
+        "jaxpruner.sparsity_distributions.uniform, sparsity=0.8)"
+        if name == "sparsity_distribution_fn"
+        else f"{name}={value!r} must be a function (scores, sparsity) -> mask"
+      )
+  kinds = updater.sparsity_type
+  for kind in kinds.values() if isinstance(kinds, Mapping) else [kinds]:
+    if isinstance(kind, type) or not (
+      callable(kind) or callable(getattr(kind, "mask", None))
+    ):
+      raise ValueError(
+        f"sparsity_type={kind!r} is not a sparsity type; use one of "
+        "jaxpruner.sparsity_types, such as NByM(2, 4)"
+      )
+  if updater.rng_seed is not None:
+    check_seed(updater.rng_seed)
+
+
+def check_number(updater: Any, name: str, above: float = 0.0) -> None:
+  """Raise if a field is no finite number greater than `above`."""
+  value = getattr(updater, name)
+  if (
+    isinstance(value, bool)
+    or not isinstance(value, int | float)
+    or not above < value < float("inf")
+  ):
+    raise ValueError(
+      f"{type(updater).__name__}: {name}={value!r} must be a number above "
+      f"{above:g}"
+    )
+
+
+def check_whole(updater: Any, name: str, least: int) -> None:
+  """Raise if a field is no integer of at least `least`."""
+  value = getattr(updater, name)
+  if type(value) is not int or value < least:
+    raise ValueError(
+      f"{type(updater).__name__}: {name}={value!r} must be an integer of at "
+      f"least {least}"
+    )
+
+
+def check_scores(updater: Any, view: Prunable, scores: PyTree) -> None:
+  """Raise if the scores do not fit the parameters."""
+  entries = _leaves.align(view.params, scores, "scores")
+  for place, names, param in zip(
+    view.places, view.names, view.leaves, strict=True
+  ):
+    score = entries[place]
+    shape = getattr(score, "shape", None)
+    if shape != param.shape or jnp.iscomplexobj(score):
+      found = f"{score.dtype} of shape {shape}" if shape else repr(score)
+      raise ValueError(
+        f"scores of {_leaves.join(names)!r} are {found}; "
+        f"{type(updater).__name__}.calculate_scores must return real numbers "
+        f"of the parameter's shape {param.shape}"
+      )
