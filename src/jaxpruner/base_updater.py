@@ -4,7 +4,6 @@ The step that calls the hooks is in `_transform`.
 """
 
 import dataclasses
-import enum
 import warnings
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -42,6 +41,7 @@ from jaxpruner._state import (
   replace_masks,
   seed_data,
 )
+from jaxpruner._view import UNSET
 
 __all__ = [
   "UNSET",
@@ -55,25 +55,6 @@ __all__ = [
   "masked_forward",
   "replace_masks",
 ]
-
-
-class _Unset(enum.Enum):
-  """A distribution that nobody chose: nothing is removed.
-
-  A member of an enumeration stays itself when it is copied or pickled, so
-  `is UNSET` holds for copies too.
-  """
-
-  UNSET = "unset"
-
-  def __call__(self, params: PyTree) -> Sparsities:
-    return sparsity_distributions.uniform(params, 0.0)
-
-  def __repr__(self) -> str:
-    return "UNSET"
-
-
-UNSET = _Unset.UNSET
 
 
 @dataclasses.dataclass(eq=False)
@@ -605,11 +586,6 @@ class BaseUpdater:
     return _view.build(self, params, targets)
 
   # --- the machinery ------------------------------------------------------
-
-  @property
-  def is_unset(self) -> bool:
-    """Whether nobody chose a distribution."""
-    return self.sparsity_distribution_fn is UNSET
 
   def _distribute(self, params: PyTree) -> Sparsities:
     """Return the sparsity each leaf is heading for, unchecked."""
