@@ -4,9 +4,11 @@ Lee et al., "JaxPruner: A concise library for sparsity research", 2023. The
 paper elides arguments by "..."; here they are filled in.
 """
 
+import copy
 import dataclasses
 import functools
 import inspect
+import pickle
 
 import jax
 import jax.numpy as jnp
@@ -143,6 +145,128 @@ def test_a_new_algorithm_overrides_one_method():
   pruner = SignPruning(sparsity_distribution_fn=HALF)
   _, mask = pruner.instant_sparsify(X)
   assert np.asarray(X)[mask == 1].min() > np.asarray(X)[mask == 0].max()
+
+
+def _train_one_step(pruner, **extra):
+  params = {"kernel": X, "bias": jnp.ones(4)}
+  tx = pruner.wrap_optax(optax.sgd(0.1))
+  state = tx.init(params)
+  grads = jax.tree.map(jnp.ones_like, params)
+  step = jax.jit(lambda g, s, p, e: tx.update(g, s, p, **e))
+  return params, step(grads, state, params, extra)[1].masks["kernel"]
+
+
+ONCE = jaxpruner.sparsity_schedules.OneShotSchedule(0)
+
+
+def _top_half(scores):
+  flat = np.asarray(scores).ravel()
+  kept = np.zeros(flat.size, np.uint8)
+  kept[np.argsort(-flat, kind="stable")[: flat.size // 2]] = 1
+  return kept.reshape(np.shape(scores))
+
+
+@dataclasses.dataclass(eq=False)
+class ByActivation(jaxpruner.BaseUpdater):
+  """Wanda's score: |w| times the norm of its input."""
+
+  def calculate_scores(self, params, sparse_state=None, grads=None, **extra):
+    del sparse_state, grads
+    score = lambda w: jnp.abs(w) * extra["norms"][:, None]
+    return jax.tree.map(lambda w: score(w) if w.ndim == 2 else w, params)
+
+
+@dataclasses.dataclass(eq=False)
+class ByHessian(jaxpruner.BaseUpdater):
+  """Optimal brain damage: w² times the diagonal of the Hessian."""
+
+  def calculate_scores(
+    self, params, sparse_state=None, grads=None, hessian=None
+  ):
+    del sparse_state, grads
+    return jax.tree.map(lambda w, h: w * w * h, params, hessian)
+
+
+@dataclasses.dataclass(eq=False)
+class ByLoss(jaxpruner.BaseUpdater):
+  """Keep large weights while the loss is high, small ones when it is low."""
+
+  def calculate_scores(self, params, sparse_state=None, grads=None, loss=None):
+    del sparse_state, grads
+    return jax.tree.map(lambda w: jnp.where(loss > 1, 1, -1) * abs(w), params)
+
+
+@pytest.mark.quick
+def test_extra_arguments_reach_the_scores_in_training_and_at_once():
+  norms = jnp.arange(8.0)
+  hessian = {"kernel": jnp.flip(jnp.abs(X)), "bias": jnp.ones(4)}
+  magnitude = np.abs(np.asarray(X))
+  cases = [
+    (ByActivation, {"norms": norms}, magnitude * np.arange(8.0)[:, None]),
+    (ByHessian, {"hessian": hessian}, magnitude**2 * hessian["kernel"]),
+    (ByLoss, {"loss": jnp.float32(2)}, magnitude),
+    (ByLoss, {"loss": jnp.float32(0)}, -magnitude),
+  ]
+  for cls, extra, scores in cases:
+    pruner = cls(scheduler=ONCE, sparsity_distribution_fn=HALF)
+    # An argument that neither the scores nor the optimizer take is left out.
+    params, mask = _train_one_step(pruner, unknown=jnp.ones(1), **extra)
+    np.testing.assert_array_equal(mask, _top_half(scores))
+    _, masks = pruner.instant_sparsify(params, **extra)
+    np.testing.assert_array_equal(masks["kernel"], _top_half(scores))
+
+
+@pytest.mark.quick
+def test_extra_arguments_leave_algorithms_without_them_alone():
+  plain = jaxpruner.MagnitudePruning(
+    scheduler=ONCE, sparsity_distribution_fn=HALF
+  )
+  _, mask = _train_one_step(plain, norms=jnp.ones(8))
+  np.testing.assert_array_equal(mask, _top_half(np.abs(np.asarray(X))))
+
+
+def test_an_override_of_update_state_in_the_old_way_still_trains():
+  @dataclasses.dataclass
+  class Counting(jaxpruner.MagnitudePruning):
+    """Count mask updates, and forget the moments at each."""
+
+    def init_extra(self, params, masks):
+      return jnp.zeros([], jnp.int32)
+
+    def update_state(self, sparse_state, params, grads):
+      new = super().update_state(sparse_state, params, grads)
+      zeros = jax.tree.map(jnp.zeros_like, new.inner_state)
+      return new._replace(stats=new.stats + 1, inner_state=zeros)
+
+    def create_masks(self, scores, sparsities):
+      return super().create_masks(
+        jax.tree.map(jnp.negative, scores), sparsities
+      )
+
+  pruner = Counting(scheduler=ONCE, sparsity_distribution_fn=HALF)
+  tx = pruner.wrap_optax(optax.trace(0.9))
+  params = {"kernel": X}
+  state = tx.init(params)
+  _, state = jax.jit(tx.update)(params, state, params)
+  assert int(state.stats) == 1
+  lowest = _top_half(-np.abs(np.asarray(X)))
+  np.testing.assert_array_equal(state.masks["kernel"], lowest)
+
+
+@pytest.mark.quick
+def test_an_unset_distribution_stays_unset_when_copied():
+  pruner = jaxpruner.MagnitudePruning(sparsity_type=jaxpruner.NByM(2, 4))
+  for again in (
+    copy.deepcopy(pruner),
+    pickle.loads(pickle.dumps(pruner)),
+    dataclasses.replace(pruner),
+  ):
+    assert again == pruner
+    mask = again.instant_sparsify(X)[1]
+    np.testing.assert_array_equal(mask, pruner.instant_sparsify(X)[1])
+  ranked = jaxpruner.GlobalMagnitudePruning(sparsity=0.5)
+  again = dataclasses.replace(copy.deepcopy(ranked), sparsity=0.25)
+  assert again.sparsity == 0.25
 
 
 def test_masks_are_uint8_or_bits():

@@ -20,13 +20,14 @@ from jaxpruner import (
   sparsity_types,
 )
 from jaxpruner._leaves import Prunable, PyTree
+from jaxpruner._view import UNSET
 
 
 def check_fields(updater: Any) -> None:
   """Raise if a field contradicts a global ranking; make `sparsity` a float."""
   name = type(updater).__name__
   updater.sparsity = sparsity_distributions.check_sparsity(updater.sparsity)
-  if callable(updater.sparsity_distribution_fn) and not updater.is_unset:
+  if updater.sparsity_distribution_fn not in (None, UNSET):
     raise ValueError(
       f"{name}: sparsity_distribution_fn has no say in a global ranking; pass "
       "sparsity=, filter_fn=, custom_sparsity_map="

@@ -44,7 +44,8 @@ def wrap(
     _warn_if_moments_stay(updater, inner_state, params, state.masks)
     return state._replace(inner_state=inner_state)
 
-  def update(grads, state, params=None, **extra):
+  def update(updates, state, params: Any = None, **extra):
+    grads = updates  # Optax calls both by this name
     _check(updater, grads, state, params)
     state = updater.on_gradients(state, params, grads)
     due = updater.scheduler.is_mask_update_iter(state.count)

@@ -1,6 +1,7 @@
 """What an updater's fields mean for a parameter tree: its prunable leaves."""
 
 import dataclasses
+import enum
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -11,7 +12,26 @@ import numpy as np
 
 from jaxpruner import _leaves, sparsity_distributions, sparsity_types
 from jaxpruner._leaves import Prunable, PyTree
-from jaxpruner._state import Array, check_seed, frozen
+from jaxpruner._state import Array, Sparsities, check_seed, frozen
+
+
+class Unset(enum.Enum):
+  """A distribution that nobody chose: nothing is removed.
+
+  A member of an enumeration stays itself when it is copied or pickled, so
+  `is UNSET` holds for copies too.
+  """
+
+  UNSET = "unset"
+
+  def __call__(self, params: PyTree) -> Sparsities:
+    return sparsity_distributions.uniform(params, 0.0)
+
+  def __repr__(self) -> str:
+    return "UNSET"
+
+
+UNSET = Unset.UNSET
 
 # Views by structure, shapes and configuration; the oldest goes first.
 _VIEWS: dict[Any, Prunable] = {}
@@ -56,7 +76,7 @@ def _key(updater: Any, leaves: list[Any], treedef: Any) -> Any:
   """Return what a view depends on; None if that may be more than shapes."""
   fn, kind = updater.sparsity_distribution_fn, updater.sparsity_type
   by_shape = (sparsity_distributions.uniform, sparsity_distributions.erk)
-  known = fn is None or updater.is_unset
+  known = fn is None or fn is UNSET
   known |= isinstance(fn, functools.partial) and fn.func in by_shape
   known &= type(updater)._distribute.__module__ == "jaxpruner.base_updater"
   if not known or not (isinstance(kind, Mapping) or hasattr(kind, "mask")):
@@ -79,7 +99,7 @@ def _checked(updater, names, leaf, kind, sparsity) -> Any:
   if not isinstance(sparsity, jax.Array):
     sparsity = sparsity_distributions.check_sparsity(sparsity, name)
     if hasattr(kind, "sparsity"):
-      if updater.is_unset:
+      if updater.sparsity_distribution_fn is UNSET:
         sparsity = kind.sparsity  # the structure says it all
       elif abs(sparsity - kind.sparsity) > 1e-6:
         raise ValueError(

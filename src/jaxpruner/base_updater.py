@@ -4,7 +4,6 @@ The step that calls the hooks is in `_transform`.
 """
 
 import dataclasses
-import enum
 import warnings
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -42,6 +41,7 @@ from jaxpruner._state import (
   replace_masks,
   seed_data,
 )
+from jaxpruner._view import UNSET
 
 __all__ = [
   "UNSET",
@@ -55,35 +55,6 @@ __all__ = [
   "masked_forward",
   "replace_masks",
 ]
-
-
-class _Unset(enum.Enum):
-  """A distribution that nobody chose: nothing is removed.
-
-  A member of an enumeration stays itself when it is copied or pickled, so
-  `is UNSET` holds for copies too.
-  """
-
-  UNSET = "unset"
-
-  def __call__(self, params: PyTree) -> Sparsities:
-    return sparsity_distributions.uniform(params, 0.0)
-
-  def __repr__(self) -> str:
-    return "UNSET"
-
-
-UNSET = _Unset.UNSET
-
-
-class _FromCategory:
-  """Reads a fact of the category, for code that asks the class for it."""
-
-  def __set_name__(self, owner: Any, name: str) -> None:
-    self.name = name
-
-  def __get__(self, instance: Any, owner: Any) -> Any:
-    return getattr(owner.category, self.name)
 
 
 @dataclasses.dataclass(eq=False)
@@ -146,17 +117,6 @@ class BaseUpdater:
   # Whether scores change so little from step to step that the thresholds of the
   # last selections, kept in `stats`, tell where to look for the next.
   steady: ClassVar[bool] = False
-
-  update_every = _FromCategory()
-  default_schedule = _FromCategory()
-  gradients_per_step = _FromCategory()
-  temperature = _FromCategory()
-
-  @classmethod
-  def trainings(cls, sparsity: float) -> int:
-    """Return the category's number of trainings."""
-    count = cls.category.trainings
-    return 1 if count is None else count(sparsity)
 
   def __init_subclass__(cls, **kwargs):
     super().__init_subclass__(**kwargs)
@@ -626,11 +586,6 @@ class BaseUpdater:
     return _view.build(self, params, targets)
 
   # --- the machinery ------------------------------------------------------
-
-  @property
-  def is_unset(self) -> bool:
-    """Whether nobody chose a distribution."""
-    return self.sparsity_distribution_fn is UNSET
 
   def _distribute(self, params: PyTree) -> Sparsities:
     """Return the sparsity each leaf is heading for, unchecked."""

@@ -415,4 +415,4 @@ def test_imp_prunes_a_fifth_and_rewinds_weights_and_moments(back):
       early = dict(w), dict(velocity)
     check_masks(history[t + 1][1], mask)
     check_params(history[t + 1][0], w)
-  assert jaxpruner.IterativeMagnitudePruning.trainings(0.9) == 12
+  assert jaxpruner.algorithm_category("imp").trainings(0.9) == 12
