@@ -16,16 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jaxpruner.engine import local as _select_local
-from jaxpruner.engine import mesh as _select_mesh
-from jaxpruner.engine import search as _selection
-from jaxpruner.engine import warm_start as _trails
-from jaxpruner.engine.dispatch import on_one_device
+from jaxpruner import engine
+from jaxpruner.engine.expression import trace
 from jaxpruner.engine.lazy import Lazy
-from jaxpruner.engine.recipe import Recipe, recipe
-from jaxpruner.engine.search import Plan, Selected
-
-MASK_DTYPE = jnp.uint8
+from jaxpruner.engine.leaves import MASK_DTYPE, row_from
+from jaxpruner.engine.order import sort_key
+from jaxpruner.engine.selection import pick
 
 Scores: TypeAlias = Array | Lazy | Callable[[], Array]
 
@@ -137,9 +133,10 @@ def topk_masks(
   the lower row-major index win; NaN ranks below every number.
 
   Args:
-    scores: arrays, or functions of no arguments that return the scores of a
-      leaf as an elementwise expression of arrays they close over (|w|, |w g|).
-      These are evaluated inside the passes and never stored.
+    scores: arrays, expressions (`engine.defer`), or functions of no arguments
+      that return the scores of a leaf as an elementwise expression of arrays
+      they close over (|w|, |w g|). These are evaluated inside the passes and
+      never stored.
     ones: how many to keep, per leaf; with `together` one number for all.
       Ints or int32 scalars, or one int32 array of them.
     together: rank all leaves in one order (global pruning).
@@ -150,100 +147,19 @@ def topk_masks(
   >>> topk_masks([jnp.array([3.0, 1.0, 3.0, 3.0])], [2])[0].tolist()
   [1, 0, 1, 0]
   """
-  leaves = [recipe(s) for s in scores]
-  if together:
-    ones = [ones]
-    if leaves:
-      common = jnp.result_type(*(leaf.dtype for leaf in leaves))
-      leaves = [leaf._replace(dtype=common) for leaf in leaves]
-  elif len(ones) != len(leaves):
-    raise ValueError(
-      f"ones has {len(ones)} counts for {len(leaves)} leaves; give one count "
-      "per leaf, or together=True for one count over all"
-    )
-  masks: list[Array | None] = [None] * len(leaves)
-  for dtype in sorted({str(leaf.dtype) for leaf in leaves if leaf.size}):
-    ids = [
-      i for i, leaf in enumerate(leaves) if leaf.size and leaf.dtype == dtype
-    ]
-    chosen = [leaves[i] for i in ids]
-    counts = ones if together else pick(ones, ids)
-    floating = jnp.issubdtype(dtype, jnp.floating)
-    known: list[Any] = [getattr(scores[i], "trail", None) for i in ids]
-    trails = None
-    if floating and not together and all(t is not None for t in known):
-      trails = jnp.stack(known)
-    found, finite, levels = _select(chosen, counts, trails, together)
-    if trails is not None:
-      trails = _trails.follow(trails, levels, dtype)
-    for row, i in enumerate(ids):
-      masks[i], entry = found[row], scores[i]
-      if isinstance(entry, Lazy) and floating and not together:
-        entry.finite = _selection.row_from([finite], row)[0]
-        entry.trail = None if trails is None else trails[row]
-  return [
-    jnp.zeros(leaf.shape, MASK_DTYPE) if mask is None else mask
-    for leaf, mask in zip(leaves, masks, strict=True)
-  ]
-
-
-def pick(counts: Sequence[Any] | Array, ids: Sequence[int]) -> Any:
-  """Return some of the counts; an array stays one: no kernel per entry."""
-  if len(ids) == len(counts):
-    return counts
-  if isinstance(counts, Array):
-    return counts[np.array(ids, np.int32)]
-  return [counts[i] for i in ids]
-
-
-class _Selection(NamedTuple):
-  """A selection without its arrays, which JAX can look up when repeated."""
-
-  method: Callable[..., Selected]
-  recipes: tuple[Recipe, ...]
-  together: bool
-
-  def __call__(self, inputs, ones, trails) -> list[Array]:
-    leaves = [
-      leaf._replace(inputs=tuple(x))
-      for leaf, x in zip(self.recipes, inputs, strict=True)
-    ]
-    plan = Plan.of(leaves, self.together)
-    found = self.method(plan, ones, trails, MASK_DTYPE)
-    return [*found.masks, found.finite, found.levels]
-
-
-def _select(
-  leaves: list[Recipe], ones, trails: Array | None, together: bool
-) -> Selected:
-  sizes = [leaf.size for leaf in leaves]
-  sizes = [sum(sizes)] if together else sizes
-  if sum(sizes) >= 1 << 32 and together:
-    raise ValueError(
-      "scores ranked together have 2**32 elements or more; rank them in parts"
-    )
-  limit = np.array(sizes, np.uint32)
-  word = lambda k: jnp.clip(jnp.asarray(k), 0).astype(jnp.uint32)
-  ones = (
-    word(ones) if isinstance(ones, Array) else jnp.stack([*map(word, ones)])
-  )
-  ones = jnp.minimum(ones, limit)
-  inputs = [leaf.inputs for leaf in leaves]
-  inputs, ones = lax.stop_gradient((inputs, ones))
-
-  recipes = tuple(leaf._replace(inputs=()) for leaf in leaves)
-  shapes = [jax.ShapeDtypeStruct(leaf.shape, MASK_DTYPE) for leaf in leaves]
-  for kind in (jnp.bool_, _selection.image_dtype(leaves[0].dtype)):
-    shapes.append(jax.ShapeDtypeStruct(ones.shape, kind))
-  *masks, finite, levels = on_one_device(
-    _Selection(_select_local.select, recipes, together),
-    _Selection(_select_mesh.select, recipes, together),
-    shapes,
-    inputs,
-    ones,
-    trails,
-  )
-  return Selected(masks, finite, levels)
+  lazy = [s for s in scores if isinstance(s, Lazy)]
+  hint = None
+  if lazy and len(lazy) == len(scores) and not together:
+    trails = [s.trail for s in lazy]
+    if all(t is not None for t in trails):
+      hint = jnp.stack(trails)
+  given = [trace(s) if callable(s) else s for s in scores]
+  found = engine.select(given, ones, together=together, hint=hint)
+  for row, entry in enumerate(scores):
+    if isinstance(entry, Lazy):
+      entry.finite = row_from([found.finite], row)[0]
+      entry.trail = None if hint is None else found.hint[row]
+  return found.masks
 
 
 def topk_mask_calculator(scores: Array, sparsity: Any) -> Array:
@@ -275,7 +191,7 @@ def n_by_m_mask(scores: Array, n: Any, m: int, axis: int = -2) -> Array:
       f"divisible by m={m}; pad it, choose another axis, or leave it dense"
     )
   split = (*scores.shape[:axis], length // m, m, *scores.shape[axis + 1 :])
-  image = _selection.image(scores).reshape(split)
+  image = sort_key(scores).reshape(split)
   place = lax.broadcasted_iota(jnp.int32, split, axis + 1)
   rank = jnp.zeros(split, jnp.int32)
   for i in range(m):
@@ -292,7 +208,7 @@ def rank(scores: Array) -> Array:
   >>> rank(jnp.array([1.0, 3.0, 3.0])).tolist()
   [2, 0, 1]
   """
-  order = jnp.argsort(~_selection.image(scores), axis=-1, stable=True)
+  order = jnp.argsort(~sort_key(scores), axis=-1, stable=True)
   return jnp.argsort(order, axis=-1)
 
 

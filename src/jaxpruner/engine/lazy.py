@@ -13,7 +13,7 @@ import jax
 import jax.extend.core
 import jax.numpy as jnp
 
-from jaxpruner.engine import search as _selection
+from jaxpruner.engine.selection import all_finite
 from jaxpruner.program import evaluate as _jaxprs
 
 # Cheap operations that keep the shape: worth repeating in every pass.
@@ -55,7 +55,7 @@ def finite(scores: Any) -> jax.Array:
   """Return whether all scores are finite; takes a pass only if unknown."""
   if isinstance(scores, Lazy) and scores.finite is not None:
     return scores.finite
-  return _selection.odd(value(scores)) == 0
+  return all_finite(value(scores))
 
 
 def lift(fn: Callable[..., jax.Array], *scores: Any) -> Any:
