@@ -1,4 +1,7 @@
 # pyright: strict
+# JAX's own annotations are partial:
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
 """The leaves of a selection: static facts, keys, masks."""
 
 import functools

@@ -1,4 +1,7 @@
 # pyright: strict
+# JAX's own annotations are partial:
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
 """Count on one device: chunks of leaves, one after the other.
 
 Every leaf is read in chunks of one length, so that one compiled count serves
@@ -32,7 +35,9 @@ def _rows(size: int) -> int:
   return next((rows for rows in near if size % rows == 0), 1)
 
 
-def switch(leaf: Array, run: Callable[..., Any], number: int, *args: Any) -> Any:
+def switch(
+  leaf: Array, run: Callable[..., Any], number: int, *args: Any
+) -> Any:
   """Return `run(i, *args)` for the traced leaf index `leaf`.
 
   What JAX does: it hands every branch the inputs of all, of a hundred leaves
@@ -58,13 +63,15 @@ def switch(leaf: Array, run: Callable[..., Any], number: int, *args: Any) -> Any
 
 @jax.jit
 def _count_leaf(
-  keys: Int[Array, "..."], row: Int[Array, "1 columns"], offset: UInt[Array, "1"]
+  keys: Int[Array, "..."],
+  row: Int[Array, "1 columns"],
+  offset: UInt[Array, "1"],
 ) -> UInt[Array, " probes"]:
   """Count how many keys of a leaf reach each probe."""
   shape = _rows(keys.size), keys.size // _rows(keys.size)
   index = flat_index(shape) + offset[0]
   ranks = search.ranked(keys.reshape(shape), index, row)
-  return jnp.stack(search.sums(search.reached(ranks, row, (1,)), (0,)))
+  return jnp.sum(jnp.stack(search.reached(ranks, row, (1,))), 1, dtype=COUNT)
 
 
 def _fetched(group: Group) -> tuple[list[int], int]:
@@ -91,7 +98,10 @@ def _counter(group: Group, inputs: list[tuple[Array, ...]]) -> search.Count:
   facts = np.zeros((number, 3), np.uint32)
   facts[:, 0] = group.offsets
   facts[small, 1] = 1
-  facts[small, 2], facts[large, 2] = np.arange(len(small)), np.arange(len(large))
+  facts[small, 2], facts[large, 2] = (
+    np.arange(len(small)),
+    np.arange(len(large)),
+  )
 
   def fetch(place: int) -> Int[Array, " length"]:
     keys = group.leaves[small[place]].keys(inputs[small[place]]).reshape(-1)

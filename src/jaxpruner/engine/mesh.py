@@ -1,4 +1,7 @@
 # pyright: strict
+# JAX's own annotations are partial:
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
 """Count where scores may be sharded: only counters cross devices.
 
 A pass is one sum over all axes of each leaf, without a reshape, which the

@@ -1,4 +1,7 @@
 # pyright: strict
+# JAX's own annotations are partial:
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
 """Sort keys: integers that order as scores do.
 
 A key is a signed integer as wide as the score. -0.0 and +0.0 have one key; all

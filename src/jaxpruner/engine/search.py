@@ -1,4 +1,7 @@
 # pyright: strict
+# JAX's own annotations are partial:
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
 """Find thresholds by counting: brackets, probes, and the cut among ties.
 
 A *segment* is what is ranked in one order: a leaf, or all leaves together. Its
@@ -16,10 +19,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jaxtyping import Bool, Float, Int, UInt
+from jaxtyping import Bool, Int, UInt
 
 from jaxpruner.engine import order
-from jaxpruner.engine.leaves import Group, flat_index, row_from, vary
+from jaxpruner.engine.leaves import Group, vary
+from jaxpruner.engine.leaves import row_from as row_from
 
 PROBES = 8
 COUNT = jnp.uint32

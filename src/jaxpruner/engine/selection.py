@@ -1,7 +1,9 @@
 # pyright: strict
+# JAX's own annotations are partial:
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
 """Select masks: group leaves, search their thresholds, compare."""
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -15,8 +17,7 @@ from jaxtyping import Bool, Float, UInt, UInt8
 from jaxpruner.engine import local, mesh, order, search, warm_start
 from jaxpruner.engine.dispatch import dispatch_on_sharding
 from jaxpruner.engine.expression import ScoreExpr, Scores, value
-from jaxpruner.engine.leaves import MASK_DTYPE, Group, Leaf, leaf_of
-
+from jaxpruner.engine.leaves import MASK_DTYPE, Group, leaf_of
 
 _MOST = (1 << 32) - 1
 
@@ -86,7 +87,9 @@ def select(
     return _select(given, counts, hint, among, together)
   # Outside `jit` there is nothing to fuse with: expressions become arrays, and
   # all that follows is one compiled function.
-  return _select_jitted([value(s) for s in scores], counts, hint, among, together)
+  return _select_jitted(
+    [value(s) for s in scores], counts, hint, among, together
+  )
 
 
 def _select(

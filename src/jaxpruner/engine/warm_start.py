@@ -1,4 +1,7 @@
 # pyright: strict
+# JAX's own annotations are partial:
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
 """Extrapolate the last thresholds to the first probes of a search.
 
 Scores that change little from step to step have thresholds that drift. A hint
@@ -50,9 +53,7 @@ def follow(
   return jnp.stack([now, move, error], 1)
 
 
-def guess(
-  hint: Float[Array, "leaves 3"], dtype: Any
-) -> Int[Array, "leaves 5"]:
+def guess(hint: Float[Array, "leaves 3"], dtype: Any) -> Int[Array, "leaves 5"]:
   """Return keys around the extrapolated thresholds."""
   level, move, error = (hint[:, i, None] for i in range(3))
   scores = (level + move + error * _ERRORS).astype(dtype)
