@@ -244,38 +244,45 @@ def whole(group: Group) -> Bracket:
 
 
 def first_probes(
-  group: Group, guess: Int[Array, "segments 5"]
+  group: Group, guess: Int[Array, "segments 6"]
 ) -> Int[Array, "segments probes"]:
   """Return the probes of the first pass: guesses, and what tells finiteness."""
   low, high = order.bounds(group.dtype)
   kind = order.search_dtype(group.dtype)
-  ends = np.array([low + 1, low + 3, high], kind)
+  ends = np.array([low + 1, low + 3, high][-_ends(group) :], kind)
   ends = jnp.broadcast_to(ends, (guess.shape[0], ends.size))
-  return jnp.concatenate([jnp.clip(guess, low + 1, high), ends], 1)
+  guess = jnp.clip(guess[:, : PROBES - ends.shape[1]], low + 1, high)
+  return jnp.concatenate([guess, ends], 1)
 
 
-def even_guess(group: Group) -> Int[Array, "segments 5"]:
+def _ends(group: Group) -> int:
+  """Return how many of the first probes tell finiteness: NaN?, -max, inf."""
+  return 3 if any(leaf.has_among for leaf in group.leaves) else 2
+
+
+def even_guess(group: Group) -> Int[Array, "segments 6"]:
   """Return keys to look at first where nothing is known."""
   low, high = order.bounds(group.dtype)
-  keys = np.linspace(low, high, 7)[1:-1].astype(order.search_dtype(group.dtype))
+  keys = np.linspace(low, high, 8)[1:-1].astype(order.search_dtype(group.dtype))
   return jnp.broadcast_to(keys, (len(group.segment_sizes), keys.size))
 
 
 def _all_finite(
   group: Group, counts: UInt[Array, "leaves probes"]
 ) -> Bool[Array, " leaves"]:
-  """Tell finiteness from the counts at the probes NaN, -max and inf."""
+  """Tell finiteness from the counts at the last of the first probes."""
   if not jnp.issubdtype(group.dtype, jnp.floating):
     return jnp.ones(counts.shape[0], jnp.bool_)
-  nan, least, infinity = (counts[:, p] for p in range(PROBES - 3, PROBES))
-  return (nan == least) & (infinity == 0)
+  sizes = jnp.asarray(group.sizes, COUNT)
+  real = counts[:, PROBES - 3] if _ends(group) == 3 else sizes
+  return (counts[:, PROBES - 2] == real) & (counts[:, PROBES - 1] == 0)
 
 
 def search(
   group: Group,
   count: Count,
   keep: UInt[Array, " segments"],
-  guess: Int[Array, "segments 5"],
+  guess: Int[Array, "segments 6"],
   anchor: Any,
 ) -> Found:
   """Search the thresholds of all segments.
