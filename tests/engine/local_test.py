@@ -248,7 +248,8 @@ def test_few_scores_that_are_left_are_not_searched_for_in_passes(passes):
   taken = [
     passes(rng.standard_normal(1 << 16, np.float32), 6554)[0] for _ in range(8)
   ]
-  assert np.mean(taken) <= 4.5
+  # A pass has 8 reductions; when it had 11, this was 2.5.
+  assert np.mean(taken) <= 3.2
 
 
 @pytest.mark.parametrize("size", [5000, 5003])
@@ -355,4 +356,5 @@ def test_straight_through_starts_from_the_last_threshold(passes):
     scores = np.abs(np.asarray(params["w"]))
     wanted = reference([scores], [6554])[0]
     np.testing.assert_array_equal(state.masks["w"], wanted)
-  assert np.mean(taken[2:]) <= 2.1
+  # A pass has 8 reductions; when it had 11, this was 2.1.
+  assert np.mean(taken[2:]) <= 2.5
