@@ -46,7 +46,7 @@ CORE = [
 ROOMS = {
   "engine": [
     "conditional", "counts", "order", "expression", "leaves", "draw",
-    "warm_start", "search", "local", "mesh", "dispatch", "selection", "lazy",
+    "warm_start", "search", "local", "mesh", "dispatch", "selection",
     "__init__",
   ],
   "program": [

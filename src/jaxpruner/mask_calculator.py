@@ -16,8 +16,7 @@ from jax import Array, lax
 from jaxpruner import engine
 from jaxpruner.engine.counts import AtStep, num_ones, num_ones_each
 from jaxpruner.engine.expression import trace
-from jaxpruner.engine.lazy import Lazy
-from jaxpruner.engine.leaves import MASK_DTYPE, row_from
+from jaxpruner.engine.leaves import MASK_DTYPE
 from jaxpruner.engine.order import sort_key
 from jaxpruner.engine.selection import pick
 
@@ -65,17 +64,8 @@ def topk_masks(
   >>> topk_masks([jnp.array([3.0, 1.0, 3.0, 3.0])], [2])[0].tolist()
   [1, 0, 1, 0]
   """
-  lazy = [s for s in scores if isinstance(s, Lazy)]
-  trails = [s.trail for s in lazy if s.trail is not None]
-  complete = trails and len(trails) == len(scores) and not together
-  hint = jnp.stack(trails) if complete else None
   given = [trace(s) if callable(s) else s for s in scores]
-  found = engine.select(given, ones, together=together, hint=hint)
-  for row, entry in enumerate(scores):
-    if isinstance(entry, Lazy):
-      entry.finite = row_from([found.finite], row)[0]
-      entry.trail = None if found.hint is None else found.hint[row]
-  return found.masks
+  return engine.select(given, ones, together=together).masks
 
 
 def topk_mask_calculator(scores: Array, sparsity: Any) -> Array:

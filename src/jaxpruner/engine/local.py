@@ -180,14 +180,14 @@ def _sample(
   unsigned = jnp.dtype(f"uint{8 * low.dtype.itemsize}")
   width = lax.bitcast_convert_type(high - low, unsigned)
   step = search.fraction(width, _FIRST)
-  step = jnp.maximum(step, np.arange(_FIRST.size).astype(unsigned))
+  step = jnp.maximum(step, np.arange(_FIRST.size).astype(unsigned)[None])
   return low + lax.bitcast_convert_type(step, low.dtype)
 
 
-_FROM_RANK = np.array([1, -1], np.float32)
+_FROM_RANK = np.array([[1, -1]], np.float32)
 # Where the first probes go between the two ends: closer where the threshold is
 # likelier.
-_FIRST = np.array([0, 0.27, 0.43, 0.57, 0.73, 1], np.float32)
+_FIRST = np.array([[0, 0.27, 0.43, 0.57, 0.73, 1]], np.float32)
 
 
 def select(

@@ -23,7 +23,6 @@ from jaxtyping import Bool, Int, UInt
 
 from jaxpruner.engine import order
 from jaxpruner.engine.leaves import Group, vary
-from jaxpruner.engine.leaves import row_from as row_from
 
 PROBES = 8
 COUNT = jnp.uint32
@@ -76,7 +75,7 @@ class State(NamedTuple):
     kind = self.probes.dtype
     *rest, probes = jax.tree.leaves(self)
     table = jnp.pad(probes, ((0, 0), (len(rest), 0)))
-    columns = np.arange(table.shape[1])
+    columns = np.arange(table.shape[1])[None]
     for i, field in enumerate(rest):
       table = jnp.where(columns == i, _as_key(field, kind)[:, None], table)
     return table
@@ -200,9 +199,9 @@ def _narrow(state: State, counts: UInt[Array, "segments probes"]) -> Bracket:
 
 
 # Where the next probes go, in standard deviations from the expected threshold.
-_AWAY = np.array([-4, -2, -1, -0.3, 0.3, 1, 2, 4], np.float32)
+_AWAY = np.array([[-4, -2, -1, -0.3, 0.3, 1, 2, 4]], np.float32)
 # The first is next to the lower end: many scores may be equal to that.
-_EVEN = np.arange(PROBES, dtype=np.float32) / PROBES
+_EVEN = np.arange(PROBES, dtype=np.float32)[None] / PROBES
 
 
 def _next_probes(state: State) -> Int[Array, "segments probes"]:
@@ -218,7 +217,7 @@ def _next_probes(state: State) -> Int[Array, "segments probes"]:
   guess = (above + spread * _AWAY) / inside
   step = fraction(width, jnp.where(state.evenly[:, None], _EVEN, guess))
   # A bracket this narrow is counted value by value.
-  each = np.arange(1, PROBES + 1).astype(unsigned)
+  each = np.arange(1, PROBES + 1).astype(unsigned)[None]
   step = jnp.where(width <= PROBES, each, step)
   step = jnp.clip(step, 1, jnp.maximum(width, 1))
   return low[:, None] + lax.bitcast_convert_type(step, low.dtype)
@@ -358,24 +357,3 @@ def _index(keys: Int[Array, " segments"]) -> UInt[Array, " segments"]:
   if keys.dtype.itemsize == 8:
     return (last - keys).astype(COUNT)
   return lax.bitcast_convert_type(keys.dtype.type(last) - keys, COUNT)
-
-
-def totals(values: list[UInt[Array, "*shape"]]) -> list[UInt[Array, ""]]:
-  """Sum several arrays, in one pass that threads can share."""
-  ndim = values[0].ndim
-  # What XLA does: it runs a reduction to a scalar on one thread. What we do:
-  # the last axis first. What it saves: half of the pass on two cores.
-  for axes in ((ndim - 1,), tuple(range(ndim - 1))):
-    if ndim and axes:
-      values = sums(values, axes)
-  return list(values)
-
-
-@jax.jit
-def total(which: Bool[Array, "*shape"]) -> UInt[Array, ""]:
-  """Count what is true."""
-  if not which.ndim:
-    return which.astype(COUNT)
-  odd = lax.broadcasted_iota(jnp.int32, which.shape, which.ndim - 1) & 1 == 1
-  some, others = totals([(which & s).astype(COUNT) for s in (odd, ~odd)])
-  return some + others

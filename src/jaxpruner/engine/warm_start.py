@@ -19,9 +19,9 @@ from jaxtyping import Float, Int
 from jaxpruner.engine import order
 
 # Where to look first, in errors of the extrapolation.
-_ERRORS = np.array([-4, -1.4, -0.4, 0.4, 1.4, 4], np.float32)
+_ERRORS = np.array([[-4, -1.4, -0.4, 0.4, 1.4, 4]], np.float32)
 # And at least so many keys apart.
-_APART = np.array([-3, -2, -1, 1, 2, 3], np.int32)
+_APART = np.array([[-3, -2, -1, 1, 2, 3]], np.int32)
 
 
 def new(number: int) -> Float[Array, "leaves 3"]:
