@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpruner import _leaves, engine
+from jaxpruner.engine.draw import draw  # noqa: F401
 
 Array: TypeAlias = jax.Array
 PyTree: TypeAlias = Any
@@ -331,61 +332,6 @@ def _key_of(leaves: list[Array]) -> Array:
     )
     total = total * 31 + jnp.sum(bits, dtype=jnp.uint32)
   return jax.random.key_data(jax.random.key(total))
-
-
-def draw(
-  data: Array, salt: Any, leaves: list[Array], names: tuple[_leaves.Names, ...]
-) -> list[Array]:
-  """Return uniform float32 scores that depend on key, salt and path only."""
-  words = _words(data, salt, names)
-  return [_uniform(_row(words, i), leaf) for i, leaf in enumerate(leaves)]
-
-
-def _row(table: Array, index: int) -> Array:
-  """Return a row of a table, at an index that XLA takes for data.
-
-  What XLA does: it compiles equal kernels once. An index written into the code
-  makes the kernels of equal leaves differ. What we do: hide it behind a
-  barrier, in an array of two, since one number alone would be folded in.
-  """
-  places = jnp.asarray(np.array([index, 0], np.uint32))
-  return _row_at(table, jax.lax.optimization_barrier(places))
-
-
-@jax.jit
-def _row_at(table: Array, places: Array) -> Array:
-  place = jax.lax.index_in_dim(places, 0, keepdims=False)
-  return jax.lax.dynamic_index_in_dim(table, place, keepdims=False)
-
-
-@functools.partial(jax.jit, static_argnames="names")
-def _words(data: Array, salt: Any, names: tuple[_leaves.Names, ...]) -> Array:
-  """Two random words for each leaf."""
-  key = jax.random.fold_in(jax.random.wrap_key_data(data), salt)
-  paths = jnp.array([_leaves.path_hash(path) for path in names], jnp.uint32)
-  keys = jax.vmap(lambda path: jax.random.fold_in(key, path))(paths)
-  return jax.random.key_data(keys)
-
-
-@jax.jit
-def _uniform(words: Array, like: Array) -> Array:
-  """Random numbers as a cheap function of the index.
-
-  Unlike those of `jax.random`, they can be computed anew in every pass over
-  the scores instead of being stored.
-  """
-  step = words[1] | np.uint32(1)  # odd, so that no two elements share bits
-  index, stride = jnp.zeros(like.shape, jnp.uint32), 1
-  for axis in reversed(range(like.ndim)):  # row-major, without a reshape
-    iota = jax.lax.broadcasted_iota(jnp.uint32, like.shape, axis)
-    index, stride = index + iota * np.uint32(stride), stride * like.shape[axis]
-  bits = (index * step) ^ words[0]
-  # Multiplication carries low bits upwards, shifts bring them back.
-  for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
-    bits = (bits ^ (bits >> np.uint32(shift))) * np.uint32(factor)
-  bits = bits ^ (bits >> np.uint32(16))
-  scores = (bits >> np.uint32(8)).astype(jnp.float32) * np.float32(2**-24)
-  return _leaves.shard_like(scores, like)
 
 
 def refuse_nan(leaves: list[tuple[_leaves.Names, Any]]) -> None:

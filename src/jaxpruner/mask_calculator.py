@@ -6,123 +6,36 @@ the lower row-major index, NaN loses against every number. They work under
 `jit`, `vmap`, `scan`, `shard_map` and on sharded arrays.
 """
 
-import fractions
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 
-from jaxpruner.engine import local as _select_local
-from jaxpruner.engine import mesh as _select_mesh
-from jaxpruner.engine import search as _selection
-from jaxpruner.engine import warm_start as _trails
-from jaxpruner.engine.dispatch import on_one_device
-from jaxpruner.engine.lazy import Lazy
-from jaxpruner.engine.recipe import Recipe, recipe
-from jaxpruner.engine.search import Plan, Selected
+from jaxpruner import engine
+from jaxpruner.engine.counts import AtStep, num_ones, num_ones_each
+from jaxpruner.engine.expression import trace
+from jaxpruner.engine.leaves import MASK_DTYPE
+from jaxpruner.engine.order import sort_key
+from jaxpruner.engine.selection import pick
 
-MASK_DTYPE = jnp.uint8
+Scores: TypeAlias = engine.Scores | Callable[[], Array]
 
-Scores: TypeAlias = Array | Lazy | Callable[[], Array]
-
-
-class AtStep(NamedTuple):
-  """A scheduled sparsity: its value now, and the target it ends at."""
-
-  value: Array
-  target: float
-
-
-def _exact_ones(size: int, sparsity: float) -> int:
-  sparsity = float(sparsity)
-  if not 0 <= sparsity < 1:
-    raise ValueError(
-      f"sparsity must be at least 0 and below 1, got {sparsity}; it is the "
-      "fraction removed, so write 0.9 to keep one weight in ten"
-    )
-  kept = round(size * (1 - fractions.Fraction(sparsity)))
-  return min(size, max(1, kept))
-
-
-def _traced_ones(size: Any, sparsity: Array) -> Array:
-  """`round_half_even(size * (1 - sparsity))` in 32-bit words, elementwise.
-
-  A float32 is `mantissa / 2**shift`; size * mantissa takes 56 bits, of which
-  a float32 product would keep 24.
-  """
-  word, size = jnp.uint32, np.asarray(size, np.uint32)
-  bits = lax.bitcast_convert_type(jnp.clip(sparsity, 0, 1), word)
-  exponent = bits >> 23
-  mantissa = jnp.where(exponent > 0, (bits & 0x7FFFFF) | 0x800000, 0)
-  # Beyond 57 the product is below one half, whatever the size.
-  shift = jnp.minimum(word(150) - exponent, 57)
-
-  low, high = jnp.zeros_like(bits), jnp.zeros_like(bits)
-  for i, part in enumerate((mantissa & 0xFFF, mantissa >> 12)):
-    for j, half in enumerate((size & 0xFFFF, size >> 16)):
-      product, by = part * half, 12 * i + 16 * j  # below 2**28
-      low = low + (product << by)
-      carry = (low < (product << by)).astype(word)
-      high = high + carry + (product >> (32 - by) if by else 0)
-
-  def shifted(by):
-    near = (low >> by) | (high << (32 - by))
-    return jnp.where(by < 32, near, high >> (by - 32))
-
-  removed, below = shifted(shift), shift - 1
-  half = (shifted(below) & 1) == 1
-  under = jnp.minimum(below, 31)
-  rest = (low & ((word(1) << under) - 1)) != 0
-  rest |= (below > 31) & ((low >> 31) != 0)
-  over = jnp.maximum(below, 32) - 32
-  rest |= (high & ((word(1) << over) - 1)) != 0
-  ones = size - removed
-  # The fraction is taken away, so it rounds down from above one half.
-  ones -= (half & (rest | ((ones & 1) == 1))).astype(word)
-  return jnp.maximum(ones, np.minimum(size, np.uint32(1)))
-
-
-def num_ones(size: int, sparsity: Any) -> int | Array:
-  """Return how many of `size` weights a sparsity keeps.
-
-  `max(1, round_half_even(size * (1 - sparsity)))` in exact arithmetic, of the
-  very value the float holds; 0 only when there are no weights.
-
-  Args:
-    size: number of weights, below 2**32.
-    sparsity: fraction removed: a Python or NumPy float, a (traced) float32,
-      bfloat16 or float16 scalar, or `AtStep`, which gives the target's own
-      count from the moment its value reaches the target.
-
-  Returns:
-    An int, or an int32 scalar (uint32 from 2**31 weights) if traced.
-
-  >>> num_ones(10, 0.25)  # 7.5 rounds to the even neighbour
-  8
-  """
-  if not 0 <= size < 1 << 32:
-    raise ValueError(f"size must be at least 0 and below 2**32, got {size}")
-  if isinstance(sparsity, AtStep):
-    ones = num_ones_each([size], [sparsity])[0]
-  elif isinstance(sparsity, jax.Array):
-    ones = _traced_ones(size, sparsity.astype(jnp.float32))
-  else:
-    return _exact_ones(size, sparsity)
-  return ones.astype(jnp.int32) if size < 1 << 31 else ones
-
-
-def num_ones_each(sizes: Sequence[int], sparsities: Sequence[AtStep]) -> Array:
-  """Return `num_ones` of every leaf, uint32, computed side by side."""
-  now = jnp.stack([jnp.asarray(s.value, jnp.float32) for s in sparsities])
-  target = [s.target for s in sparsities]
-  exact = np.array(list(map(_exact_ones, sizes, target)), np.uint32)
-  ones = jnp.maximum(_traced_ones(sizes, now), exact)
-  done = now >= np.asarray(target, np.float32)
-  return jnp.where(done, exact, ones)
+__all__ = [
+  "MASK_DTYPE",
+  "AtStep",
+  "get_topk_fn",
+  "n_by_m_mask",
+  "num_ones",
+  "num_ones_each",
+  "pack_mask",
+  "pick",
+  "rank",
+  "topk_mask_calculator",
+  "topk_masks",
+  "unpack_mask",
+]
 
 
 def topk_masks(
@@ -137,9 +50,10 @@ def topk_masks(
   the lower row-major index win; NaN ranks below every number.
 
   Args:
-    scores: arrays, or functions of no arguments that return the scores of a
-      leaf as an elementwise expression of arrays they close over (|w|, |w g|).
-      These are evaluated inside the passes and never stored.
+    scores: arrays, expressions (`engine.defer`), or functions of no arguments
+      that return the scores of a leaf as an elementwise expression of arrays
+      they close over (|w|, |w g|). These are evaluated inside the passes and
+      never stored.
     ones: how many to keep, per leaf; with `together` one number for all.
       Ints or int32 scalars, or one int32 array of them.
     together: rank all leaves in one order (global pruning).
@@ -150,100 +64,8 @@ def topk_masks(
   >>> topk_masks([jnp.array([3.0, 1.0, 3.0, 3.0])], [2])[0].tolist()
   [1, 0, 1, 0]
   """
-  leaves = [recipe(s) for s in scores]
-  if together:
-    ones = [ones]
-    if leaves:
-      common = jnp.result_type(*(leaf.dtype for leaf in leaves))
-      leaves = [leaf._replace(dtype=common) for leaf in leaves]
-  elif len(ones) != len(leaves):
-    raise ValueError(
-      f"ones has {len(ones)} counts for {len(leaves)} leaves; give one count "
-      "per leaf, or together=True for one count over all"
-    )
-  masks: list[Array | None] = [None] * len(leaves)
-  for dtype in sorted({str(leaf.dtype) for leaf in leaves if leaf.size}):
-    ids = [
-      i for i, leaf in enumerate(leaves) if leaf.size and leaf.dtype == dtype
-    ]
-    chosen = [leaves[i] for i in ids]
-    counts = ones if together else pick(ones, ids)
-    floating = jnp.issubdtype(dtype, jnp.floating)
-    known: list[Any] = [getattr(scores[i], "trail", None) for i in ids]
-    trails = None
-    if floating and not together and all(t is not None for t in known):
-      trails = jnp.stack(known)
-    found, finite, levels = _select(chosen, counts, trails, together)
-    if trails is not None:
-      trails = _trails.follow(trails, levels, dtype)
-    for row, i in enumerate(ids):
-      masks[i], entry = found[row], scores[i]
-      if isinstance(entry, Lazy) and floating and not together:
-        entry.finite = _selection.row_from([finite], row)[0]
-        entry.trail = None if trails is None else trails[row]
-  return [
-    jnp.zeros(leaf.shape, MASK_DTYPE) if mask is None else mask
-    for leaf, mask in zip(leaves, masks, strict=True)
-  ]
-
-
-def pick(counts: Sequence[Any] | Array, ids: Sequence[int]) -> Any:
-  """Return some of the counts; an array stays one: no kernel per entry."""
-  if len(ids) == len(counts):
-    return counts
-  if isinstance(counts, Array):
-    return counts[np.array(ids, np.int32)]
-  return [counts[i] for i in ids]
-
-
-class _Selection(NamedTuple):
-  """A selection without its arrays, which JAX can look up when repeated."""
-
-  method: Callable[..., Selected]
-  recipes: tuple[Recipe, ...]
-  together: bool
-
-  def __call__(self, inputs, ones, trails) -> list[Array]:
-    leaves = [
-      leaf._replace(inputs=tuple(x))
-      for leaf, x in zip(self.recipes, inputs, strict=True)
-    ]
-    plan = Plan.of(leaves, self.together)
-    found = self.method(plan, ones, trails, MASK_DTYPE)
-    return [*found.masks, found.finite, found.levels]
-
-
-def _select(
-  leaves: list[Recipe], ones, trails: Array | None, together: bool
-) -> Selected:
-  sizes = [leaf.size for leaf in leaves]
-  sizes = [sum(sizes)] if together else sizes
-  if sum(sizes) >= 1 << 32 and together:
-    raise ValueError(
-      "scores ranked together have 2**32 elements or more; rank them in parts"
-    )
-  limit = np.array(sizes, np.uint32)
-  word = lambda k: jnp.clip(jnp.asarray(k), 0).astype(jnp.uint32)
-  ones = (
-    word(ones) if isinstance(ones, Array) else jnp.stack([*map(word, ones)])
-  )
-  ones = jnp.minimum(ones, limit)
-  inputs = [leaf.inputs for leaf in leaves]
-  inputs, ones = lax.stop_gradient((inputs, ones))
-
-  recipes = tuple(leaf._replace(inputs=()) for leaf in leaves)
-  shapes = [jax.ShapeDtypeStruct(leaf.shape, MASK_DTYPE) for leaf in leaves]
-  for kind in (jnp.bool_, _selection.image_dtype(leaves[0].dtype)):
-    shapes.append(jax.ShapeDtypeStruct(ones.shape, kind))
-  *masks, finite, levels = on_one_device(
-    _Selection(_select_local.select, recipes, together),
-    _Selection(_select_mesh.select, recipes, together),
-    shapes,
-    inputs,
-    ones,
-    trails,
-  )
-  return Selected(masks, finite, levels)
+  given = [trace(s) if callable(s) else s for s in scores]
+  return engine.select(given, ones, together=together).masks
 
 
 def topk_mask_calculator(scores: Array, sparsity: Any) -> Array:
@@ -275,7 +97,7 @@ def n_by_m_mask(scores: Array, n: Any, m: int, axis: int = -2) -> Array:
       f"divisible by m={m}; pad it, choose another axis, or leave it dense"
     )
   split = (*scores.shape[:axis], length // m, m, *scores.shape[axis + 1 :])
-  image = _selection.image(scores).reshape(split)
+  image = sort_key(scores).reshape(split)
   place = lax.broadcasted_iota(jnp.int32, split, axis + 1)
   rank = jnp.zeros(split, jnp.int32)
   for i in range(m):
@@ -292,7 +114,7 @@ def rank(scores: Array) -> Array:
   >>> rank(jnp.array([1.0, 3.0, 3.0])).tolist()
   [2, 0, 1]
   """
-  order = jnp.argsort(~_selection.image(scores), axis=-1, stable=True)
+  order = jnp.argsort(~sort_key(scores), axis=-1, stable=True)
   return jnp.argsort(order, axis=-1)
 
 

@@ -13,23 +13,27 @@ from hypothesis import strategies as st
 
 import jaxpruner
 from jaxpruner import _state, mask_calculator
-from jaxpruner.engine import local as _select_local
-from jaxpruner.engine import mesh as _select_mesh
-from jaxpruner.engine import search as _selection
-from jaxpruner.engine import warm_start as _trails
-from jaxpruner.engine.recipe import recipe
-from jaxpruner.engine.search import Plan
+from jaxpruner.engine import local, mesh, order, warm_start
+from jaxpruner.engine.leaves import Group, leaf_of
 
-# Leaves with fewer scores than rows, with whole rows, and with some left over;
-# and leaves that one number of rows divides.
+# Leaves that are counted as they are, and leaves that are copied first.
 SHAPES = [(3,), (3, 5), (64,), (8, 9), (50, 4)]
 WHOLE = [(48,), (6, 16), (3, 48)]
 
 
+def find(way, leaves, ones, hint=None, together=False):
+  """Run one way to count; return masks, finiteness and thresholds."""
+  leaves = [jnp.asarray(leaf) for leaf in leaves]
+  group = Group(tuple(leaf_of(leaf, None)[0] for leaf in leaves), together)
+  inputs = [(leaf,) for leaf in leaves]
+  found = way.select(group, inputs, ones, hint)
+  masks = group.masks(inputs, found.level, found.cut)
+  return masks, found.finite, found.level
+
+
 @functools.partial(jax.jit, static_argnames="together")
 def select(leaves, ones, together=False):
-  plan = Plan.of([recipe(leaf) for leaf in leaves], together)
-  return _select_local.by_search(plan, ones, None, jnp.uint8)[0]
+  return find(local, leaves, ones, together=together)[0]
 
 
 def reference(leaves, ones, together=False):
@@ -52,10 +56,10 @@ def reference(leaves, ones, together=False):
 
 
 @pytest.fixture(autouse=True)
-def short_rows(monkeypatch):
-  monkeypatch.setattr(_select_local, "_ROWS", 4)
-  monkeypatch.setattr(_select_local, "_SAMPLE", 16)
-  monkeypatch.setattr(_select_local, "_BRANCHES", 2)
+def few_scores(monkeypatch):
+  monkeypatch.setattr(local, "FETCHED", 40)
+  monkeypatch.setattr(local, "SAMPLE", 16)
+  monkeypatch.setattr(local, "BRANCHES", 2)
 
 
 def leaves_of(seed, levels, shapes):
@@ -99,32 +103,37 @@ def test_search_tells_what_is_not_finite(dtype, together):
   for row, odd in enumerate([np.nan, -np.nan, np.inf, -np.inf]):
     values[row, 7] = odd
   leaves = [jnp.asarray(row, dtype) for row in values]
-  search = jax.jit(
-    lambda leaves, ones: _select_local.by_search(
-      Plan.of([recipe(leaf) for leaf in leaves], together),
-      ones,
-      None,
-      jnp.uint8,
-    )[1]
-  )
-  for ones in (0, 3, 30):  # also where nothing is looked for
-    if together:
-      few, all_of = jnp.array([ones], jnp.uint32), leaves[4:]
-      assert not search(leaves, few).any()
-      assert search(all_of, few).all()
-    else:
-      found = search(leaves, jnp.full(5, ones, jnp.uint32))
+  for way in (local, mesh):
+    finite = jax.jit(
+      lambda leaves, ones, way=way: find(way, leaves, ones, together=together)[
+        1
+      ]
+    )
+    for ones in (0, 3, 30):  # also where nothing is looked for
+      number = 1 if together else 5
+      found = finite(leaves, jnp.full(number, ones, jnp.uint32))
       assert found.tolist() == [False] * 4 + [True]
 
 
 @pytest.mark.quick
-def test_rows_divide_leaves_where_they_can(monkeypatch):
+def test_rows_divide_leaves_where_they_can():
+  assert local._rows(384 * 384) == 384
+  assert local._rows(384 * 1152) == 576
+  assert local._rows(10**8) == 10**4
+  assert local._rows(65537) == 1
+
+
+@pytest.mark.quick
+def test_small_leaves_are_copied_and_large_ones_are_not(monkeypatch):
   monkeypatch.undo()
-  rows = lambda *sizes: _select_local._number_of_rows(np.array(sizes))
-  assert rows(384 * 384, 384 * 1152, 384 * 1536) == 768
-  assert rows(10**8) == 10**4
-  assert rows(2**32 - 1) == 65537  # in rows that 16 bits count
-  assert rows(1000, 999) == 64
+
+  def fetched(*shapes):
+    leaves = [leaf_of(jnp.zeros(shape), None)[0] for shape in shapes]
+    return local._fetched(Group(tuple(leaves), False))
+
+  assert fetched((784, 300), (300, 100), (100, 10)) == ([1, 2], 30000)
+  assert fetched(*[(512, 2048)] * 3) == ([], 0)
+  assert fetched(*[(256, 256)] * 60) == (list(range(60)), 65536)
 
 
 @pytest.mark.quick
@@ -205,24 +214,21 @@ NOTED = []
 @pytest.fixture
 def passes(monkeypatch):
   """A function that tells how often all scores are read for a selection."""
-  facts = _select_local._Leaves.facts
+  count = local._count_leaf
 
-  def noted(self, leaf, probes):
+  def noted(keys, row, offset):
     jax.debug.callback(lambda: NOTED.append(1))
-    return facts(self, leaf, probes)
+    return count(keys, row, offset)
 
-  def passes(scores: np.ndarray, ones: int, trails=None):
-    plan = Plan.of([recipe(jnp.asarray(scores))], False)
-    search = jax.jit(
-      lambda ones: _select_local.by_search(plan, ones, trails, jnp.uint8)
-    )
+  def passes(scores: np.ndarray, ones: int, hint=None):
+    run = jax.jit(lambda ones: find(local, [scores], ones, hint))
     NOTED.clear()
-    _, _, levels = search(jnp.array([ones], jnp.uint32))
+    _, _, level = run(jnp.array([ones], jnp.uint32))
     jax.effects_barrier()
-    return len(NOTED), levels
+    return len(NOTED), level
 
-  monkeypatch.undo()  # rows as they are
-  monkeypatch.setattr(_select_local._Leaves, "facts", noted)
+  monkeypatch.undo()  # sizes as they are
+  monkeypatch.setattr(local, "_count_leaf", noted)
   return passes
 
 
@@ -242,7 +248,8 @@ def test_few_scores_that_are_left_are_not_searched_for_in_passes(passes):
   taken = [
     passes(rng.standard_normal(1 << 16, np.float32), 6554)[0] for _ in range(8)
   ]
-  assert np.mean(taken) <= 2.5
+  # A pass has 8 reductions; when it had 11, this was 2.5.
+  assert np.mean(taken) <= 3.2
 
 
 @pytest.mark.parametrize("size", [5000, 5003])
@@ -256,8 +263,8 @@ def test_scores_that_are_sorted(size, order):
 
 
 def level_of(leaf, ones: int) -> int:
-  image = np.sort(np.asarray(_selection.image(jnp.asarray(leaf))).ravel())
-  top = _selection.bounds(jnp.asarray(leaf).dtype)[1]
+  image = np.sort(np.asarray(order.sort_key(jnp.asarray(leaf))).ravel())
+  top = order.bounds(jnp.asarray(leaf).dtype)[1]
   return int(image[-ones]) if ones else top
 
 
@@ -267,57 +274,62 @@ def test_scores_have_their_images_and_images_their_scores(bits):
     raw = jnp.asarray(np.uint32(bits) >> np.uint32(16), jnp.uint16)
     raw = jnp.uint32(bits) if dtype == "float32" else raw
     number = jax.lax.bitcast_convert_type(raw, dtype)
-    image = _selection.image(number)
-    again = _selection.score(image, jnp.dtype(dtype))
-    assert int(_selection.image(again)) == int(image)
+    image = order.sort_key(number)
+    again = order.from_sort_key(image, jnp.dtype(dtype))
+    assert int(order.sort_key(again)) == int(image)
     np.testing.assert_array_equal(*(np.float32(x) for x in (again, number)))
 
 
-@functools.partial(jax.jit, static_argnames="how")
-def follow(leaves, ones, trails, how):
-  plan = Plan.of([recipe(leaf) for leaf in leaves], False)
-  way = {
-    "search": _select_local.by_search,
-    "few": _select_local.select,
-    "mesh": _select_mesh.select,
-  }
-  return way[how](plan, ones, trails, jnp.uint8)
+@functools.partial(jax.jit, static_argnames="way")
+def follow(leaves, ones, hint, way):
+  return find({"local": local, "mesh": mesh}[way], leaves, ones, hint)
 
 
 @given(
   st.integers(0, 2**32 - 1),
   st.sampled_from([3, 1000]),
-  st.sampled_from(["search", "few", "mesh"]),
   st.sampled_from(["float32", "bfloat16"]),
   st.data(),
 )
-def test_masks_and_levels_do_not_depend_on_trails(
-  seed, levels, how, dtype, data
+def test_masks_do_not_depend_on_hints_nor_thresholds_on_the_layout(
+  seed, levels, dtype, data
 ):
   leaves = [jnp.asarray(x, dtype) for x in leaves_of(seed, levels, SHAPES)]
   exact = [np.asarray(leaf, np.float32) for leaf in leaves]
   ones = [data.draw(st.integers(0, leaf.size)) for leaf in leaves]
   right = [level_of(*pair) for pair in zip(leaves, ones, strict=True)]
   word = st.floats(width=32)
-  trails = [data.draw(st.tuples(word, word, word)) for _ in leaves]
+  hint = [data.draw(st.tuples(word, word, word)) for _ in leaves]
   if data.draw(st.booleans()):  # or as if they had stood there before
-    kind = _selection.image(leaves[0]).dtype
-    scores = _selection.score(jnp.array(right, kind), jnp.dtype(dtype))
-    trails = [(level, 0, 0) for level in scores.tolist()]
-  trails = jnp.asarray(np.array(trails, np.float32))
-  masks, _, found = follow(leaves, jnp.array(ones, jnp.uint32), trails, how)
-  for mask, wanted in zip(masks, reference(exact, ones), strict=True):
-    np.testing.assert_array_equal(mask, wanted)
-  assert found.tolist() == right
+    keys = jnp.array(right, order.sort_key(leaves[0]).dtype)
+    scores = order.from_sort_key(keys, jnp.dtype(dtype))
+    hint = [(level, 0, 0) for level in scores.tolist()]
+  hint = jnp.asarray(np.array(hint, np.float32))
+  found = {
+    way: follow(leaves, jnp.array(ones, jnp.uint32), hint, way)
+    for way in ("local", "mesh")
+  }
+  for masks, _, level in found.values():
+    for mask, wanted in zip(masks, reference(exact, ones), strict=True):
+      np.testing.assert_array_equal(mask, wanted)
+    # A threshold is at or below the least score that is kept, and above the
+    # next; it is the same however the leaves are laid out.
+    np.testing.assert_array_equal(level, found["local"][2])
+    for leaf, count, this, least in zip(
+      leaves, ones, level, right, strict=True
+    ):
+      keys = np.asarray(order.sort_key(leaf))
+      assert this <= least
+      assert np.sum(keys > int(this)) <= count
 
 
 def test_a_threshold_that_moves_on_takes_one_pass(passes):
   rng = np.random.default_rng(0)
   scores = np.abs(rng.standard_normal(1 << 16, np.float32))
-  trails, taken = _trails.new(1), []
+  trails, taken = warm_start.new(1), []
   for step in range(12):
     number, levels = passes(scores * (1 + step / 1000), 6554, trails)
-    trails = _trails.follow(trails, levels, jnp.dtype("float32"))
+    trails = warm_start.follow(trails, levels, jnp.dtype("float32"))
     taken.append(number)
   assert np.mean(taken[6:]) <= 1.5
 
@@ -344,4 +356,5 @@ def test_straight_through_starts_from_the_last_threshold(passes):
     scores = np.abs(np.asarray(params["w"]))
     wanted = reference([scores], [6554])[0]
     np.testing.assert_array_equal(state.masks["w"], wanted)
-  assert np.mean(taken[2:]) <= 2.1
+  # A pass has 8 reductions; when it had 11, this was 2.1.
+  assert np.mean(taken[2:]) <= 2.5

@@ -15,13 +15,13 @@ from jax import Array
 from jax.extend import core
 from jax.interpreters import batching, mlir
 
-from jaxpruner.engine.search import manual_axes
+from jaxpruner.engine.leaves import manual_axes
 
 _choice_p = core.Primitive("jaxpruner_choice")
 _choice_p.multiple_results = True
 
 
-def _is_partitioned(context) -> bool:
+def _is_sharded(context) -> bool:
   """Whether the lowered program is split over devices by the partitioner."""
   manual = getattr(context, "manual_axes", None)
   if manual is not None:
@@ -29,15 +29,15 @@ def _is_partitioned(context) -> bool:
   return getattr(context, "num_devices", 2) > 1
 
 
-def _lower(ctx, *args, local, partitioned, treedef, shapes):
+def _lower(ctx, *args, local, sharded, treedef, shapes):
   del shapes
-  split = _is_partitioned(ctx.module_context.axis_context)
-  fun = partitioned if split else local
+  split = _is_sharded(ctx.module_context.axis_context)
+  fun = sharded if split else local
   run = lambda *flat: fun(*treedef.unflatten(flat))
   return mlir.lower_fun(run, multiple_results=True)(ctx, *args)
 
 
-def _batch(args, dims, *, local, partitioned, treedef, shapes):
+def _batch(args, dims, *, local, sharded, treedef, shapes):
   (size,) = {
     x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None
   }
@@ -45,7 +45,7 @@ def _batch(args, dims, *, local, partitioned, treedef, shapes):
   out = _choice_p.bind(
     *args,
     local=jax.vmap(local, axes),
-    partitioned=jax.vmap(partitioned, axes),
+    sharded=jax.vmap(sharded, axes),
     treedef=treedef,
     shapes=tuple(((size, *shape), dtype) for shape, dtype in shapes),
   )
@@ -57,15 +57,15 @@ def _jitted(fun):
   return jax.jit(lambda *args: fun(*args))
 
 
-def _evaluate(*args, local, partitioned, treedef, shapes):
+def _evaluate(*args, local, sharded, treedef, shapes):
   del shapes
   split = any(len(x.sharding.device_set) > 1 for x in args)
-  return _jitted(partitioned if split else local)(*treedef.unflatten(args))
+  return _jitted(sharded if split else local)(*treedef.unflatten(args))
 
 
 _choice_p.def_impl(_evaluate)
 _choice_p.def_abstract_eval(
-  lambda *args, local, partitioned, treedef, shapes: [
+  lambda *args, local, sharded, treedef, shapes: [
     jax.core.ShapedArray(shape, dtype) for shape, dtype in shapes
   ]
 )
@@ -73,18 +73,18 @@ mlir.register_lowering(_choice_p, _lower)
 batching.primitive_batchers[_choice_p] = _batch
 
 
-def on_one_device(
+def dispatch_on_sharding(
   local: Callable[..., list[Array]],
-  partitioned: Callable[..., list[Array]],
+  sharded: Callable[..., list[Array]],
   shapes: Any,
   *args: Any,
 ) -> list[Array]:
-  """Return `local(*args)`, or `partitioned(*args)` where arrays are sharded.
+  """Return `local(*args)`, or `sharded(*args)` where arrays are sharded.
 
   Args:
     local: for a program that runs on one device, or inside `shard_map`;
       hashable, so that it is compiled once.
-    partitioned: the same function, in operations that the partitioner splits
+    sharded: the same function, in operations that the partitioner splits
       without gathering.
     shapes: `jax.ShapeDtypeStruct`s of the results, a list.
     *args: pytrees of arrays.
@@ -94,11 +94,11 @@ def on_one_device(
     return local(*args)
   specs = [jax.typeof(x).sharding.spec for x in flat]
   if any(axis is not None for spec in specs for axis in spec):
-    return partitioned(*args)
+    return sharded(*args)
   return _choice_p.bind(
     *flat,
     local=local,
-    partitioned=partitioned,
+    sharded=sharded,
     treedef=treedef,
     shapes=tuple((s.shape, s.dtype) for s in shapes),
   )

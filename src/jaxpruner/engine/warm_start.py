@@ -1,33 +1,51 @@
-"""Where thresholds were, and so where they will be.
+# pyright: strict
+# JAX's own annotations are partial:
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
+"""Extrapolate the last thresholds to the first probes of a search.
 
-Scores that change little from step to step have thresholds that drift. A trail,
-[3], has the score at which a threshold is, how far it came to be there, and by
-how much that was not expected. It tells a search where to look first; what is
-found does not depend on it.
+Scores that change little from step to step have thresholds that drift. A hint
+[leaves, 3] holds, per leaf, the threshold, its last move, and the error of the
+extrapolation before. Masks do not depend on it: it only saves passes.
 """
+
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jaxtyping import Float, Int
 
-from jaxpruner.engine import search as sel
+from jaxpruner.engine import order
 
-# Where to look first, in errors of what is expected.
-_ERRORS = np.array([-8, -2.5, -1, 1, 2.5, 8], np.float32)
-# And at least so many images away.
-_APART = np.array([-3, -2, -1, 1, 2, 3], np.int8)
+# Where to look first, in errors of the extrapolation.
+_ERRORS = np.array([[-4, -1.4, -0.4, 0.4, 1.4, 4]], np.float32)
+# And at least so many keys apart.
+_APART = np.array([[-3, -2, -1, 1, 2, 3]], np.int32)
 
 
-def new(number: int) -> Array:
-  """What is known of thresholds [S, 3] before the first: nothing."""
+def new(number: int) -> Float[Array, "leaves 3"]:
+  """Return the hint before the first selection of `number` leaves.
+
+  Args:
+    number: how many leaves.
+
+  Returns:
+    float32 [number, 3].
+
+  >>> new(2).shape
+  (2, 3)
+  """
   return jnp.asarray(np.tile(np.array([0, 0, np.inf], np.float32), (number, 1)))
 
 
-def follow(trails: Array, levels: Array, dtype) -> Array:
-  """Return the trails [S, 3] of thresholds whose images are `levels` [S]."""
-  old, move, error = trails.T
-  now = sel.score(levels, dtype).astype(old.dtype)
-  # One that was met by chance does not make the next that certain.
+def follow(
+  hint: Float[Array, "leaves 3"], level: Int[Array, " leaves"], dtype: Any
+) -> Float[Array, "leaves 3"]:
+  """Return the hint after thresholds with these keys were found."""
+  old, move, error = hint[:, 0], hint[:, 1], hint[:, 2]
+  now = order.from_sort_key(level, dtype).astype(old.dtype)
+  # A threshold that was met by chance does not make the next that certain.
   error = jnp.maximum(jnp.abs(now - (old + move)), error / 4)
   known = jnp.isfinite(error)
   move = jnp.where(known, now - old, 0)
@@ -35,8 +53,9 @@ def follow(trails: Array, levels: Array, dtype) -> Array:
   return jnp.stack([now, move, error], 1)
 
 
-def probes(trails: Array, dtype) -> Array:
-  """The first probes [S, P], around where thresholds would go on to."""
-  level, move, error = (x[:, None] for x in trails.T)
-  images = sel.image((level + move + error * _ERRORS).astype(dtype))
-  return sel.between_ends(images + _APART.astype(images.dtype), dtype)
+def guess(hint: Float[Array, "leaves 3"], dtype: Any) -> Int[Array, "leaves 6"]:
+  """Return keys around the extrapolated thresholds."""
+  level, move, error = (hint[:, i, None] for i in range(3))
+  scores = (level + move + error * _ERRORS).astype(dtype)
+  keys = order.sort_key(scores).astype(order.search_dtype(dtype))
+  return keys + _APART.astype(keys.dtype)

@@ -1,0 +1,206 @@
+# pyright: strict
+# JAX's own annotations are partial:
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
+"""Select masks: group leaves, search their thresholds, compare."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jaxtyping import Bool, Float, UInt, UInt8
+
+from jaxpruner.engine import local, mesh, order, search, warm_start
+from jaxpruner.engine.dispatch import dispatch_on_sharding
+from jaxpruner.engine.expression import ScoreExpr, Scores, value
+from jaxpruner.engine.leaves import MASK_DTYPE, Group, leaf_of
+
+_MOST = (1 << 32) - 1
+
+
+class Selection(NamedTuple):
+  """What a selection found.
+
+  Attributes:
+    masks: uint8 arrays shaped as the scores, 1 = kept.
+    finite: bool [leaves]; whether all scores of a leaf are finite.
+    hint: float32 [leaves, 3]; where the thresholds were and how they moved, for
+      the `hint` of the next selection of the same leaves. None unless a hint
+      was given.
+  """
+
+  masks: list[UInt8[Array, "..."]]
+  finite: Bool[Array, " leaves"]
+  hint: Float[Array, "leaves 3"] | None
+
+
+def select(
+  scores: Sequence[Scores],
+  keep: Any,
+  *,
+  together: bool = False,
+  hint: Float[Array, "leaves 3"] | None = None,
+  among: Sequence[Array] | None = None,
+) -> Selection:
+  """Keep the largest scores of each leaf, or of all leaves together.
+
+  Exactly as many ones as asked for; among equal scores the earlier leaf and the
+  lower row-major index win; NaN ranks below every number. The masks do not
+  depend on the hint, on the device layout, or on `jit`.
+
+  Args:
+    scores: one array or `ScoreExpr` per leaf.
+    keep: how many to keep, per leaf; with `together` one number for all. Ints,
+      int32 scalars, or one int32 array of them.
+    together: rank all leaves in one order (global pruning).
+    hint: `new_hint(number of leaves)`, or the hint of the selection before; not
+      used with `together`.
+    among: masks shaped as the scores; where they are 0, scores rank below all
+      others (below NaN too; integers: as the least) and do not count for
+      `finite`.
+
+  Returns:
+    A `Selection`.
+
+  >>> select([jnp.array([3.0, 1.0, 3.0, 3.0])], [2]).masks[0].tolist()
+  [1, 0, 1, 0]
+  """
+  if not together and len(keep) != len(scores):
+    raise ValueError(
+      f"ones has {len(keep)} counts for {len(scores)} leaves; give one count "
+      "per leaf, or together=True for one count over all"
+    )
+  arrays = jax.tree.leaves(
+    [s.inputs if isinstance(s, ScoreExpr) else s for s in scores]
+  )
+  counts: Any = keep
+  if not isinstance(keep, Array | np.ndarray):
+    counts = [keep] if together else list(keep)
+    if all(isinstance(k, int | np.integer) for k in counts):
+      counts = np.clip(np.array(counts, np.int64), 0, _MOST).astype(np.uint32)
+  if any(isinstance(x, jax.core.Tracer) for x in (*arrays, hint, among)):
+    given = [s if isinstance(s, ScoreExpr) else jnp.asarray(s) for s in scores]
+    return _select(given, counts, hint, among, together)
+  # Outside `jit` there is nothing to fuse with: expressions become arrays, and
+  # all that follows is one compiled function.
+  return _select_jitted(
+    [value(s) for s in scores], counts, hint, among, together
+  )
+
+
+def _select(
+  scores: list[Scores],
+  keep: Any,
+  hint: Float[Array, "leaves 3"] | None,
+  among: Sequence[Array] | None,
+  together: bool,
+) -> Selection:
+  masks = [jnp.zeros(s.shape, MASK_DTYPE) for s in scores]
+  finite = jnp.ones(len(scores), jnp.bool_)
+  given = among if among is not None else [None] * len(scores)
+  pairs = [leaf_of(*pair) for pair in zip(scores, given, strict=True)]
+  leaves, inputs = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+  if together and leaves:
+    common = jnp.result_type(*(leaf.dtype for leaf in leaves))
+    leaves = [leaf._replace(dtype=jnp.dtype(common)) for leaf in leaves]
+  groups: dict[Any, list[int]] = {}
+  for i, leaf in enumerate(leaves):
+    if leaf.size:
+      groups.setdefault(leaf.dtype, []).append(i)
+  for ids in groups.values():
+    group = Group(tuple(leaves[i] for i in ids), together)
+    part = hint if hint is None or together else _rows(hint, ids)
+    if not jnp.issubdtype(group.dtype, jnp.floating) or together:
+      part = None
+    found = _run(
+      group,
+      [inputs[i] for i in ids],
+      counts_of(group, keep if together else pick(keep, ids)),
+      part,
+    )
+    for i, mask in zip(ids, found.masks, strict=True):
+      masks[i] = mask
+    if len(ids) == len(scores):
+      finite = found.finite
+      hint = found.hint if part is not None else hint
+    else:
+      finite = finite.at[np.array(ids)].set(found.finite)
+      if hint is not None and found.hint is not None:
+        hint = hint.at[np.array(ids)].set(found.hint)
+  return Selection(masks, finite, hint)
+
+
+_select_jitted = jax.jit(_select, static_argnums=4)
+
+
+def _rows(table: Array, ids: Sequence[int]) -> Array:
+  return table if len(ids) == table.shape[0] else table[np.array(ids, np.int32)]
+
+
+def pick(counts: Sequence[Any] | Array, ids: Sequence[int]) -> Any:
+  """Return some of the counts; an array stays one: no kernel per entry."""
+  if len(ids) == len(counts):
+    return counts
+  if isinstance(counts, Array | np.ndarray):
+    return counts[np.array(ids, np.int32)]
+  return [counts[i] for i in ids]
+
+
+def counts_of(group: Group, keep: Any) -> UInt[Array, " segments"]:
+  """Return counts as uint32, from 0 to the size of the segment."""
+  if int(group.segment_sizes.max()) >= 1 << 32:
+    raise ValueError(
+      "scores ranked together have 2**32 elements or more; rank them in parts"
+    )
+  word = lambda k: jnp.clip(jnp.asarray(k), 0).astype(jnp.uint32)
+  if isinstance(keep, list):
+    counts = jnp.stack([word(k) for k in keep])
+  else:
+    counts = word(keep).reshape(-1)
+  return jnp.minimum(counts, group.segment_sizes.astype(np.uint32))
+
+
+class _Task(NamedTuple):
+  """A selection without its arrays: hashable, as a primitive's parameter."""
+
+  find: Callable[..., search.Found]
+  group: Group
+
+  def __call__(self, inputs: Any, keep: Array, hint: Any) -> list[Array]:
+    inputs = [tuple(x) for x in inputs]
+    found = self.find(self.group, inputs, keep, hint)
+    masks = self.group.masks(inputs, found.level, found.cut)
+    return [*masks, found.finite, found.level]
+
+
+def _run(
+  group: Group,
+  inputs: list[tuple[Array, ...]],
+  keep: UInt[Array, " segments"],
+  hint: Float[Array, "leaves 3"] | None,
+) -> Selection:
+  inputs, keep = lax.stop_gradient((inputs, keep))
+  struct = jax.ShapeDtypeStruct
+  shapes = [struct(leaf.shape, MASK_DTYPE) for leaf in group.leaves]
+  shapes.append(struct((len(group.leaves),), jnp.bool_))
+  shapes.append(struct(keep.shape, order.search_dtype(group.dtype)))
+  *masks, finite, level = dispatch_on_sharding(
+    _Task(local.select, group),
+    _Task(mesh.select, group),
+    shapes,
+    inputs,
+    keep,
+    hint,
+  )
+  if hint is not None:
+    hint = warm_start.follow(hint, level, group.dtype)
+  return Selection(masks, finite, hint)
+
+
+def all_finite(scores: Scores) -> Bool[Array, ""]:
+  """Return whether all scores are finite, by a pass over them."""
+  return jnp.all(jnp.isfinite(value(scores)))
