@@ -126,7 +126,10 @@ def sparsify(
 
 
 def measure(
-  fn: Callable[..., Any], *args: Any, names: frozenset[str] = NAMES, **kwargs
+  fn: Callable[..., Any],
+  *args: Any,
+  names: frozenset[str] = NAMES,
+  **kwargs: Any,
 ) -> dict[str, Array]:
   """Return the fraction of zeros in the activations of one call.
 

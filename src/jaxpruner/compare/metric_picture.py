@@ -16,17 +16,23 @@ CROWD = 8  # curves in one panel that can still be told apart
 
 
 def algorithms(table: Sequence[TableRow]) -> list[str]:
-  """Return the algorithms of some rows in order, baselines apart."""
+  """Return the algorithms in some rows, in order, without baselines."""
   names = dict.fromkeys(row.algorithm for row in table)
   return [name for name in names if name not in cells.BASELINES]
 
 
 def draw_metric(table: Sequence[TableRow]) -> Any:
-  """Metric with 95 % intervals: against sparsity, one panel per category.
+  """Draw the metric with 95 % intervals.
 
-  Where there is one sparsity only, or so many algorithms in a category that
-  they would hide each other, they are listed below each other instead, one
-  panel per sparsity.
+  The figure shows the metric against sparsity, one panel per category. If there
+  is only one sparsity, or too many algorithms in a category, it is a list of
+  algorithms instead, one panel per sparsity.
+
+  Args:
+    table: the rows.
+
+  Returns:
+    The figure, or None without results.
   """
   table = [row for row in table if row.metric is not None]
   groups = [g for g in dict.fromkeys(r.group for r in table)]
@@ -84,7 +90,7 @@ def _draw_list(table: Sequence[TableRow], members: dict[str, list[str]]) -> Any:
         _draw_interval(axis, y, row.metric, line.colour)
     axis.set_title(f"{percent(level)} of weights removed")
     axis.set_xlabel(_metric_label(table))
-    # Wide intervals of what failed must not squeeze the rest.
+    # Wide intervals of failed algorithms must not squeeze the others.
     means = [r.metric.mean for r in table if r.metric and r.sparsity == level]
     margin = 0.06 * (max(means) - min(means) or 1.0)
     axis.set_xlim(min(means) - margin, max(means) + margin)
@@ -184,7 +190,7 @@ def _points(
 
 
 def _task(name: str) -> Any:
-  """Return the task's class; what all tasks share for one not known here."""
+  """Return the class of a task; the base class if it is not registered."""
   return tasks.task_class(name) if name in tasks.TASKS else tasks.Task
 
 

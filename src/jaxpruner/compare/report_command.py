@@ -16,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     dest="imports",
     action="append",
     metavar="MODULE",
-    help="import a module of yours; what a run names is never imported",
+    help="import one of your modules; modules that a run names are not",
   )
   for name in ("json", "csv", "latex", "markdown"):
     parser.add_argument(

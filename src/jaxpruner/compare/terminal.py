@@ -77,7 +77,7 @@ def print_table(rows: Sequence[TableRow]) -> None:
     rows: of one or several runs.
   """
   out = console.Console()
-  # A pipe or a file has no width of its own.
+  # A pipe or a file has no width.
   width = out.width if out.is_terminal else 180
   out = console.Console(width=width)
   shown = columns.fitting(

@@ -222,11 +222,12 @@ def _over_seeds(task, start, train, final, data) -> Training:
 
 
 def _seed_axes(start, train, data) -> PyTree:
-  """Return vmap's axes of the carry: None for what all seeds share.
+  """Return vmap's axes of the carry: None for leaves that all seeds share.
 
-  Step counters are the same for every seed. Left unbatched, `lax.cond` on
-  them stays a branch; batched, it would become a select that recomputes
-  every mask at every step.
+  What JAX does: `lax.cond` on a batched value becomes a select, which computes
+  both branches. What we do: step counters, equal for all seeds, are not
+  batched. What it saves: a selection of every mask at every step. When it can
+  go: when vmap keeps conditionals on equal values.
   """
   key = jax.eval_shape(lambda: jax.random.key(0))
   data = jax.eval_shape(lambda: data)

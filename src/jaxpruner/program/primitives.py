@@ -1,9 +1,9 @@
 # pyright: strict
-"""Tables of JAX's primitives, by what an analysis may conclude from them.
+"""Tables of JAX's primitives, grouped by their effect on arrays.
 
-A table holds names, as in `eqn.primitive.name`. Each is stated once, here;
-users form unions and add the single names for which they have a rule. A test
-compares the tables with the primitives of the installed JAX.
+A table contains names, as in `eqn.primitive.name`. Analyses form unions of
+tables and add single names for which they have a rule. A test compares the
+tables with the primitives of the installed JAX.
 """
 
 # One result, whose element at each place is computed from the operands'
@@ -57,7 +57,7 @@ WINDOWS = frozenset(
   "reduce_window_max reduce_window_min reduce_window_sum".split()
 )
 
-# Sums of products of two operands: what a pruned weight makes cheaper.
+# Sums of products of two operands: removed weights make them cheaper.
 PRODUCTS = frozenset("conv_general_dilated dot_general".split())
 
 # Primitives that only wrap a function -> the parameter that holds it.
