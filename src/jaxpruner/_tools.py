@@ -1,10 +1,6 @@
 """Small helpers that several rooms share; nothing here knows JAX."""
 
-import contextlib
 import difflib
-import os
-import pathlib
-import secrets
 import zlib
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -59,34 +55,6 @@ def align_columns(
     ).rstrip()
     for row in rows
   ]
-
-
-def write_atomic(path: str | os.PathLike, content: bytes) -> None:
-  """Replace a file: readers see the old content or the new, never a part.
-
-  Args:
-    path: the file; its folder exists.
-    content: all of its new bytes.
-
-  Example:
-    >>> import tempfile
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...   write_atomic(f"{folder}/a", b"new")
-    ...   os.listdir(folder), pathlib.Path(folder, "a").read_bytes()
-    (['a'], b'new')
-  """
-  path = pathlib.Path(path)
-  temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-  try:
-    with temporary.open("xb") as file:
-      file.write(content)
-      file.flush()
-      os.fsync(file.fileno())
-    os.replace(temporary, path)
-  except BaseException:
-    with contextlib.suppress(OSError):
-      temporary.unlink()
-    raise
 
 
 def check_int(owner: str, argument: str, value: Any, least: int = 1) -> None:

@@ -20,6 +20,8 @@ from typing import IO, Any, NamedTuple
 
 import numpy as np
 
+from jaxpruner import _atomic
+
 _NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)  # Windows has neither
 _NONBLOCK = getattr(os, "O_NONBLOCK", 0)
 
@@ -109,35 +111,12 @@ def write_synced(file: IO[bytes], content: bytes) -> None:
   os.fsync(file.fileno())
 
 
-def sync_folder(path: pathlib.Path) -> None:
-  """Wait until the names in a folder are on disk, where the system can."""
-  if os.name != "posix":
-    return
-  found = os.open(path, os.O_RDONLY)
-  try:
-    os.fsync(found)
-  finally:
-    os.close(found)
-
-
 def write_atomic(path: pathlib.Path, content: bytes) -> None:
   """Replace `path` by `content`: readers see the old file or the new one."""
   check_regular(path)
-  temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
   with explained(path):
     path.parent.mkdir(parents=True, exist_ok=True)
-    with contextlib.suppress(FileNotFoundError):
-      temporary.unlink()
-    try:
-      # "x": do not follow a link that exists under that name.
-      with temporary.open("xb") as file:
-        write_synced(file, content)
-      os.replace(temporary, path)
-      sync_folder(path.parent)
-    except BaseException:
-      with contextlib.suppress(OSError):
-        temporary.unlink()
-      raise
+    _atomic.write_bytes(path, content)
 
 
 def append_line(path: pathlib.Path, record: Mapping[str, Any]) -> None:

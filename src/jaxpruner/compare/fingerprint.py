@@ -7,7 +7,6 @@ mix two runs. Not included: the imports of the modules named by --import.
 import dataclasses
 import datetime
 import hashlib
-import importlib.metadata
 import importlib.util
 import os
 import pathlib
@@ -18,20 +17,13 @@ import sys
 from typing import Any
 
 import jax
-import numpy as np
 
+from jaxpruner import _fingerprint
 from jaxpruner.compare import cells, tasks
 from jaxpruner.compare.run_folder import FORMAT, RunInfo
 from jaxpruner.compare.settings import ComparisonSettings
 
 PACKAGES = ("jaxpruner", "jax", "jaxlib", "optax", "numpy")
-# The settings of JAX that change numbers.
-JAX_OPTIONS = (
-  "jax_threefry_partitionable",
-  "jax_enable_x64",
-  "jax_default_prng_impl",
-  "jax_default_matmul_precision",
-)
 
 
 def run_info(settings: ComparisonSettings, data: Any) -> RunInfo:
@@ -47,15 +39,16 @@ def run_info(settings: ComparisonSettings, data: Any) -> RunInfo:
   device = jax.devices()[0].device_kind
   task = tasks.make_task(settings.task, settings.options)
   now = datetime.datetime.now(datetime.UTC)
-  versions = {name: importlib.metadata.version(name) for name in PACKAGES}
+  found = _fingerprint.versions(*PACKAGES)
+  versions = {name: str(version) for name, version in found.items()}
   groups = [(c, cells.group(c.algorithm)) for c in cells.cells_of(settings)]
   return RunInfo(
     settings=settings.to_json(),
     versions=versions | {"python": platform.python_version(), "device": device},
     task=dataclasses.asdict(task),
-    data={"sha256": hash_arrays(data)},
+    data={"sha256": _fingerprint.arrays(data)},
     imports={name: hash_module(name) for name in settings.imports},
-    jax={name: str(getattr(jax.config, name, "")) for name in JAX_OPTIONS},
+    jax={name: str(x) for name, x in _fingerprint.settings().items()},
     cells=[[c.algorithm, float(c.sparsity), *group] for c, group in groups],
     metric=task.metric,
     device=f"{device}, {os.cpu_count()} cores, {platform.machine()}",
@@ -64,16 +57,6 @@ def run_info(settings: ComparisonSettings, data: Any) -> RunInfo:
     started=now.isoformat(timespec="seconds"),
     format=FORMAT,
   )
-
-
-def hash_arrays(tree: Any) -> str:
-  """Return the SHA-256 of a tree's paths, shapes, dtypes and bytes."""
-  total = hashlib.sha256()
-  for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-    array = np.ascontiguousarray(leaf)
-    total.update(f"{path} {array.shape} {array.dtype}\n".encode())
-    total.update(array.reshape(-1).view(np.uint8).data)
-  return total.hexdigest()
 
 
 def hash_module(name: str) -> str:
