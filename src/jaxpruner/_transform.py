@@ -72,7 +72,7 @@ def _new_masks(updater, due, state, params, grads, extra) -> SparseState:
   names = _CHANGING
   if own:  # a user's may change anything
     names = SparseState._fields
-  elif updater.changes_stats:
+  elif updater.changes_stats or updater.steady:
     names = (*names, "stats")
   if not own and updater.category.when == "before":
     return state

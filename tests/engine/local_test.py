@@ -334,6 +334,37 @@ def test_a_threshold_that_moves_on_takes_one_pass(passes):
   assert np.mean(taken[6:]) <= 1.5
 
 
+@pytest.mark.parametrize("dtype", ["uint8", "int32", "uint32"])
+def test_integers_ranked_together_cut_their_ties_in_order(dtype):
+  # The least integer has the key that padding has.
+  for sizes, keep in (((3, 5), 4), ((5, 3, 30), 11), ((2, 2), 4)):
+    leaves = [np.full(n, np.iinfo(dtype).min, dtype) for n in sizes]
+    found = mask_calculator.topk_masks(
+      [jnp.asarray(leaf) for leaf in leaves], keep, together=True
+    )
+    for mask, right in zip(
+      found, reference(leaves, [keep], together=True), strict=True
+    ):
+      np.testing.assert_array_equal(mask, right)
+
+
+@pytest.mark.quick
+def test_the_hint_of_a_selection_is_kept_in_the_state():
+  pruner = jaxpruner.SteMagnitudePruning(
+    sparsity_distribution_fn=functools.partial(
+      jaxpruner.sparsity_distributions.uniform, sparsity=0.9
+    )
+  )
+  tx = pruner.wrap_optax(optax.sgd(0.1))
+  params = {"w": jnp.arange(1.0, 257).reshape(16, 16)}
+  state = tx.init(params)
+  for _ in range(2):
+    _, state = jax.jit(tx.update)(params, state, params)
+  threshold, _, error = np.asarray(state.stats)[0]
+  assert np.isfinite(error)
+  assert 0.9 * 230 <= threshold <= 0.9 * 231
+
+
 def test_straight_through_starts_from_the_last_threshold(passes):
   del passes  # notes what is read
   pruner = jaxpruner.SteMagnitudePruning(

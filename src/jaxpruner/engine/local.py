@@ -2,11 +2,12 @@
 # JAX's own annotations are partial:
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
-"""Count on one device: chunks of leaves, one after the other.
+"""Count on one device: leaf after leaf, small ones from a copy.
 
-Every leaf is read in chunks of one length, so that one compiled count serves
-leaves of all shapes; only what fetches a chunk is compiled for a shape, and
-equal leaves share it. A strided, sorted sample says where to look first.
+The keys of a small leaf are copied to an array of one length, so that one
+compiled count serves small leaves of all shapes; a large leaf is counted where
+it is, and equal leaves share the compiled count. A strided, sorted sample says
+where to look first.
 """
 
 import functools
@@ -65,11 +66,25 @@ def switch(
 def _count_leaf(
   keys: Int[Array, "..."],
   row: Int[Array, "1 columns"],
-  offset: UInt[Array, "1"],
+  offset: UInt[Array, ""],
+  size: UInt[Array, ""] | None = None,
 ) -> UInt[Array, " probes"]:
-  """Count how many keys of a leaf reach each probe."""
+  """Count how many keys of a leaf reach each probe.
+
+  Args:
+    keys: the keys of the leaf, perhaps padded.
+    row: the packed state of its segment.
+    offset: the index in the segment at which the leaf starts.
+    size: of the leaf without its padding, needed where other leaves follow it
+      in the segment: padding must not have their indices.
+  """
   shape = _rows(keys.size), keys.size // _rows(keys.size)
-  index = flat_index(shape) + offset[0]
+  index = flat_index(shape)
+  last = np.uint32(np.iinfo(np.uint32).max)  # its index key is below all probes
+  if size is None:
+    index += offset
+  else:
+    index = jnp.where(index < size, index + offset, last)
   ranks = search.ranked(keys.reshape(shape), index, row)
   return jnp.sum(jnp.stack(search.reached(ranks, row, (1,))), 1, dtype=COUNT)
 
@@ -93,10 +108,10 @@ def _counter(group: Group, inputs: list[tuple[Array, ...]]) -> search.Count:
   number = len(group.leaves)
   small, length = _fetched(group)
   large = [i for i in range(number) if i not in set(small)]
-  # Of each leaf: its offset in the segment, whether it is fetched, and its
-  # place among those that are, or those that are not.
-  facts = np.zeros((number, 3), np.uint32)
-  facts[:, 0] = group.offsets
+  # Of each leaf: its offset in the segment, whether it is fetched, its place
+  # among those that are, or those that are not, and its size.
+  facts = np.zeros((number, 4), np.uint32)
+  facts[:, 0], facts[:, 3] = group.offsets, group.sizes
   facts[small, 1] = 1
   facts[small, 2], facts[large, 2] = (
     np.arange(len(small)),
@@ -110,13 +125,14 @@ def _counter(group: Group, inputs: list[tuple[Array, ...]]) -> search.Count:
 
   def direct(place: int, row: Array, fact: Array) -> Array:
     keys = group.leaves[large[place]].keys(inputs[large[place]])
-    return _count_leaf(keys, row, fact[:1])
+    return _count_leaf(keys, row, fact[0])
 
   def count_large(row: Array, fact: Array) -> Array:
     return switch(fact[2], direct, len(large), row, fact)
 
   def count_small(row: Array, fact: Array) -> Array:
-    return _count_leaf(switch(fact[2], fetch, len(small)), row, fact[:1])
+    keys = switch(fact[2], fetch, len(small))
+    return _count_leaf(keys, row, fact[0], fact[3] if group.together else None)
 
   def count_any(row: Array, fact: Array) -> Array:
     if not large:
