@@ -183,7 +183,7 @@ class Rewiring(StaticRandomSparse):
     del active, scores
     fraction = self.drop_fraction_at(state.count)
     fraction = jnp.where(state.count == 0, 0, fraction)
-    dropped = jnp.floor(fraction * totals).astype(jnp.int32)
+    dropped = jnp.floor(fraction * totals.astype(jnp.float32)).astype(jnp.int32)
     return totals - jnp.clip(dropped, 0, totals)
 
   def update_state(self, sparse_state, params, grads, **extra):

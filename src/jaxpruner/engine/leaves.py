@@ -27,13 +27,11 @@ class Leaf(NamedTuple):
     jaxpr: the score expression, None if the input is the scores.
     shape: of the scores.
     dtype: what scores are cast to.
-    has_among: whether the last input is a mask of what takes part.
   """
 
   jaxpr: Any
   shape: tuple[int, ...]
   dtype: Any
-  has_among: bool
 
   @property
   def size(self) -> int:
@@ -42,20 +40,15 @@ class Leaf(NamedTuple):
 
   def keys(self, inputs: tuple[Array, ...]) -> Int[Array, "*shape"]:
     """Return the keys, in the dtype that is searched."""
-    among = inputs[-1] if self.has_among else None
-    inputs = inputs[: len(inputs) - self.has_among]
     scores = (
       inputs[0] if self.jaxpr is None else evaluate_score(self.jaxpr, inputs)
     )
-    return _keys(scores.astype(self.dtype), among)
+    return _keys(scores.astype(self.dtype))
 
 
 @jax.jit
-def _keys(scores: Array, among: Array | None) -> Int[Array, "*shape"]:
-  keys = order.sort_key(scores).astype(order.search_dtype(scores.dtype))
-  if among is None:
-    return keys
-  return jnp.where(among > 0, keys, order.bounds(scores.dtype)[0])
+def _keys(scores: Array) -> Int[Array, "*shape"]:
+  return order.sort_key(scores).astype(order.search_dtype(scores.dtype))
 
 
 class Group(NamedTuple):
@@ -125,7 +118,7 @@ def _mask(
 
 
 def leaf_of(
-  scores: Array | ScoreExpr, among: Array | None
+  scores: Array | ScoreExpr,
 ) -> tuple[Leaf, tuple[Array, ...]]:
   """Return the static facts of a leaf, and its inputs."""
   shape, dtype = scores.shape, jnp.dtype(scores.dtype)
@@ -140,9 +133,7 @@ def leaf_of(
     raise ValueError(
       f"scores of shape {shape} have 2**32 elements or more; split them"
     )
-  if among is not None:
-    inputs = (*inputs, among)
-  return Leaf(jaxpr, shape, dtype, among is not None), inputs  # pyright: ignore
+  return Leaf(jaxpr, shape, dtype), inputs  # pyright: ignore
 
 
 def flat_index(shape: tuple[int, ...]) -> UInt[Array, "*shape"]:

@@ -48,18 +48,18 @@ def switch(
   """
   bits = BRANCHES.bit_length() - 1
 
-  def among(first: int, level: int) -> Callable[..., Any]:
+  def tree(first: int, level: int) -> Callable[..., Any]:
     if not level:
       return functools.partial(run, first)
     step = BRANCHES ** (level - 1)
     end = min(first + step * BRANCHES, number)
-    branches = [among(i, level - 1) for i in range(first, end, step)]
+    branches = [tree(i, level - 1) for i in range(first, end, step)]
     branch = (leaf >> np.uint32(bits * (level - 1))) & np.uint32(BRANCHES - 1)
     if len(branches) == 1:
       return branches[0]
     return lambda *args: lax.switch(branch.astype(np.int32), branches, *args)
 
-  return among(0, -(-(number - 1).bit_length() // bits))(*args)
+  return tree(0, -(-(number - 1).bit_length() // bits))(*args)
 
 
 @jax.jit

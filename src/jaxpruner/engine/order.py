@@ -5,8 +5,7 @@
 """Sort keys: integers that order as scores do.
 
 A key is a signed integer as wide as the score. -0.0 and +0.0 have one key; all
-NaN have one key, below that of -inf; below that is one key more, for scores
-that take no part.
+NaN have one key, below that of -inf. Below that is one key that no float has.
 """
 
 from typing import Any
@@ -23,10 +22,7 @@ def _infinity(dtype: Any) -> int:
 
 
 def bounds(dtype: Any) -> tuple[int, int]:
-  """Return the key of scores that take no part, and the highest key.
-
-  Among integers, which use all keys, the first is that of the least.
-  """
+  """Return the key below all floats (the least integer's), and the top key."""
   dtype = jnp.dtype(dtype)
   if dtype == jnp.bool_:
     return -1, 1

@@ -248,15 +248,11 @@ def first_probes(
   """Return the probes of the first pass: guesses, and what tells finiteness."""
   low, high = order.bounds(group.dtype)
   kind = order.search_dtype(group.dtype)
-  ends = np.array([low + 1, low + 3, high][-_ends(group) :], kind)
+  # The keys of -max and of +inf.
+  ends = np.array([low + 3, high], kind)
   ends = jnp.broadcast_to(ends, (guess.shape[0], ends.size))
-  guess = jnp.clip(guess[:, : PROBES - ends.shape[1]], low + 1, high)
+  guess = jnp.clip(guess, low + 1, high)
   return jnp.concatenate([guess, ends], 1)
-
-
-def _ends(group: Group) -> int:
-  """Return how many of the first probes tell finiteness: NaN?, -max, inf."""
-  return 3 if any(leaf.has_among for leaf in group.leaves) else 2
 
 
 def even_guess(group: Group) -> Int[Array, "segments 6"]:
@@ -273,8 +269,7 @@ def _all_finite(
   if not jnp.issubdtype(group.dtype, jnp.floating):
     return jnp.ones(counts.shape[0], jnp.bool_)
   sizes = jnp.asarray(group.sizes, COUNT)
-  real = counts[:, PROBES - 3] if _ends(group) == 3 else sizes
-  return (counts[:, PROBES - 2] == real) & (counts[:, PROBES - 1] == 0)
+  return (counts[:, PROBES - 2] == sizes) & (counts[:, PROBES - 1] == 0)
 
 
 def search(

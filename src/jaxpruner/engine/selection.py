@@ -44,7 +44,6 @@ def select(
   *,
   together: bool = False,
   hint: Float[Array, "leaves 3"] | None = None,
-  among: Sequence[Array] | None = None,
 ) -> Selection:
   """Keep the largest scores of each leaf, or of all leaves together.
 
@@ -59,9 +58,6 @@ def select(
     together: rank all leaves in one order (global pruning).
     hint: `new_hint(number of leaves)`, or the hint of the selection before; not
       used with `together`.
-    among: masks shaped as the scores; where they are 0, scores rank below all
-      others (below NaN too; integers: as the least) and do not count for
-      `finite`.
 
   Returns:
     A `Selection`.
@@ -71,7 +67,7 @@ def select(
   """
   if not together and len(keep) != len(scores):
     raise ValueError(
-      f"ones has {len(keep)} counts for {len(scores)} leaves; give one count "
+      f"keep has {len(keep)} counts for {len(scores)} leaves; give one count "
       "per leaf, or together=True for one count over all"
     )
   arrays = jax.tree.leaves(
@@ -82,27 +78,23 @@ def select(
     counts = [keep] if together else list(keep)
     if all(isinstance(k, int | np.integer) for k in counts):
       counts = np.clip(np.array(counts, np.int64), 0, _MOST).astype(np.uint32)
-  if any(isinstance(x, jax.core.Tracer) for x in (*arrays, hint, among)):
+  if any(isinstance(x, jax.core.Tracer) for x in (*arrays, hint)):
     given = [s if isinstance(s, ScoreExpr) else jnp.asarray(s) for s in scores]
-    return _select(given, counts, hint, among, together)
+    return _select(given, counts, hint, together)
   # Outside `jit` there is nothing to fuse with: expressions become arrays, and
   # all that follows is one compiled function.
-  return _select_jitted(
-    [value(s) for s in scores], counts, hint, among, together
-  )
+  return _select_jitted([value(s) for s in scores], counts, hint, together)
 
 
 def _select(
   scores: list[Scores],
   keep: Any,
   hint: Float[Array, "leaves 3"] | None,
-  among: Sequence[Array] | None,
   together: bool,
 ) -> Selection:
   masks = [jnp.zeros(s.shape, MASK_DTYPE) for s in scores]
   finite = jnp.ones(len(scores), jnp.bool_)
-  given = among if among is not None else [None] * len(scores)
-  pairs = [leaf_of(*pair) for pair in zip(scores, given, strict=True)]
+  pairs = [leaf_of(score) for score in scores]
   leaves, inputs = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
   if together and leaves:
     common = jnp.result_type(*(leaf.dtype for leaf in leaves))
@@ -134,7 +126,7 @@ def _select(
   return Selection(masks, finite, hint)
 
 
-_select_jitted = jax.jit(_select, static_argnums=4)
+_select_jitted = jax.jit(_select, static_argnums=3)
 
 
 def _rows(table: Array, ids: Sequence[int]) -> Array:
