@@ -51,6 +51,7 @@ class PruneAtInit(global_pruners.GlobalPruning):
 
   Example:
     >>> import jax.numpy as jnp
+    >>> from jaxpruner.algorithms.at_init import PruneAtInit
     >>> class LargestPruning(PruneAtInit):
     ...   def score(self, objective, weights):
     ...     return [jnp.abs(w) for w in weights]

@@ -24,7 +24,8 @@ class GlobalPruning(base_updater.BaseUpdater):
     use_normalization: divide the scores of each leaf by their L2 norm first.
 
   Example:
-    >>> import dataclasses, jax, jax.numpy as jnp
+    >>> import dataclasses, jax.numpy as jnp
+    >>> from jaxpruner.algorithms.global_pruners import GlobalPruning
     >>> @dataclasses.dataclass(eq=False)
     ... class LargestWeights(GlobalPruning):
     ...   def calculate_scores(self, params, sparse_state=None, grads=None):
