@@ -22,7 +22,7 @@ Sparsities: TypeAlias = PyTree  # of floats and None
 
 @dataclasses.dataclass(frozen=True)
 class Category:
-  """Describe an algorithm: when it prunes, what it needs, what it costs.
+  """Describe an algorithm: when it prunes, its inputs and its cost.
 
   Compare algorithms of the same category: an algorithm that starts sparse never
   trains a dense network, an algorithm that starts dense does.
@@ -255,7 +255,7 @@ def new_tally(leaves: list[Any], masks: list[Any], tracked: bool) -> Tally:
   """
   size = jnp.asarray(np.array([leaf.size for leaf in leaves], np.uint32))
   kept = jnp.stack([count_ones(mask) for mask in masks])
-  # Buffers of their own: a state that is donated may hold none twice.
+  # Separate buffers: a donated state must not contain a buffer twice.
   grown, dropped, reset = (jnp.zeros_like(kept) for _ in range(3))
   explored = jnp.copy(kept) if tracked else None
   return Tally(size, kept, grown, dropped, reset, explored)
@@ -296,12 +296,12 @@ def count_changes(
 
 @jax.jit
 def _kept_and_grown(old: Array, new: Array) -> Array:
-  # On bits and on bytes of 0 and 1 alike.
+  # Correct for packed bits and for bytes of 0 and 1.
   ones = [jax.lax.population_count(x) for x in (new, new & ~old)]
   values = [x.astype(jnp.uint32) for x in ones]
-  # One reduction of two operands, the rows first: XLA's CPU backend vectorizes
-  # it as it stands and threads share it, while it writes the operand of a long
-  # reduction of one operand to memory first.
+  # XLA's CPU backend first writes the operand of a long one-operand reduction
+  # to memory. One reduction of two operands, the rows first, is vectorized
+  # without that copy and divided among threads.
   add = lambda a, b: [x + y for x, y in zip(a, b, strict=True)]
   last = old.ndim - 1
   for axes in ((last,), tuple(range(last))):

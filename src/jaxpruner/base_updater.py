@@ -110,23 +110,23 @@ class BaseUpdater:
   category: ClassVar[Category] = Category()
   # "leaf": scores are ranked within their leaf; "global": over all leaves.
   ranking: ClassVar[str] = "leaf"
-  # Whether weights under the mask are kept at zero in the parameters.
+  # Whether removed weights are zero in the parameters.
   holds_zeros: ClassVar[bool] = True
   # Whether masks are selected after every update, from the new weights, and
   # applied in the forward pass only.
   straight_through: ClassVar[bool] = False
-  # Whether removed weights may return, and must then find fresh moments.
+  # Whether removed weights may return, with fresh optimizer moments.
   regrows: ClassVar[bool] = False
   # Whether mask updates change `stats` too.
   changes_stats: ClassVar[bool] = False
-  # Whether scores change so little from step to step that the thresholds of the
-  # last selections, kept in `stats`, tell where to look for the next.
+  # Whether scores change little from step to step: the search for a threshold
+  # then starts from the last one, which is kept in `stats`.
   steady: ClassVar[bool] = False
 
   def __init_subclass__(cls, **kwargs):
     super().__init_subclass__(**kwargs)
     # A plain @dataclass on a user's subclass would replace equality and remove
-    # the hash; names already in the class are left alone.
+    # the hash; methods that the class defines are not replaced.
     for name in ("__eq__", "__hash__"):
       if name not in cls.__dict__:
         setattr(cls, name, getattr(BaseUpdater, name))
@@ -153,7 +153,7 @@ class BaseUpdater:
     """The inputs of the scores: the category's, and those of its parts."""
     return self.category.needs
 
-  # --- what an algorithm may override -------------------------------------
+  # --- hooks that an algorithm may override --------------------------------
 
   def calculate_scores(
     self,
@@ -417,7 +417,7 @@ class BaseUpdater:
       return params
     return self.apply_masks(params, find_state(opt_state).masks)
 
-  # --- what an algorithm may call -----------------------------------------
+  # --- methods that an algorithm may call ----------------------------------
 
   def wrap_optax(
     self, inner: optax.GradientTransformation
@@ -705,7 +705,7 @@ class BaseUpdater:
     """
     return _view.build(self, params, targets)
 
-  # --- the machinery ------------------------------------------------------
+  # --- internal methods ----------------------------------------------------
 
   def _distribute(self, params: PyTree) -> Sparsities:
     """Return the target sparsity of each leaf, unchecked."""

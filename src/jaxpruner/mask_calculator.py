@@ -206,8 +206,8 @@ def unpack_mask(packed: Array, shape: tuple[int, ...]) -> Array:
   rows = bool(shape) and shape[-1] % 8 == 0
   out = shape if rows else (packed.size * 8,)
   spread = jnp.broadcast_to(packed[..., None], (*packed.shape, 8)).reshape(out)
-  # Which bit follows from the place alone, in words as wide as the weights: so
-  # the pass that applies the mask is vectorized, as it is not with a table.
+  # The bit is computed from the index, in words as wide as the weights: XLA
+  # then vectorizes the pass that applies the mask; with a table it does not.
   place = lax.broadcasted_iota(jnp.int32, out, len(out) - 1)
   bits = ((spread.astype(jnp.int32) << (place & 7)) >> 7) & 1
   bits = bits.astype(MASK_DTYPE)

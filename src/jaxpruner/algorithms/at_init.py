@@ -33,7 +33,7 @@ def _category(
 
 @dataclasses.dataclass(eq=False)
 class PruneAtInit(global_pruners.GlobalPruning):
-  """Prune before training, all leaves together; the base of such algorithms.
+  """Prune before training, all leaves together; the base of SNIP and GraSP.
 
   `pruner = pruner.bind(loss, batch)` supplies the loss that scores are computed
   from. `wrap_optax(tx).init(params)` selects the masks, which never change. A
@@ -116,7 +116,7 @@ class PruneAtInit(global_pruners.GlobalPruning):
         params, map(base_updater.apply_mask, view.leaves, masks)
       )
       scores = view.of(self.calculate_scores(pruned), "scores")
-      # What is gone stays gone.
+      # Weights removed in an earlier round stay removed.
       gone = lambda score, mask: jnp.where(mask, score, -jnp.inf)
       wanted = [self._share(s, k) for s in view.targets]
       return self._select(view, [*map(gone, scores, masks)], wanted).masks
@@ -257,5 +257,5 @@ class SynFlow(SNIP):
 
 
 def _product(weight, other):
-  # In float32: half-precision products vanish or overflow.
+  # In float32: half-precision products underflow or overflow.
   return weight.astype(jnp.float32) * other.astype(jnp.float32)

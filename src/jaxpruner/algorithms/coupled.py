@@ -46,7 +46,7 @@ class Coupling:
       leaves: `(names, leaf)` pairs, all leaves of the parameters.
 
     Returns:
-      `{index of the leaf: axis}`.
+      A dict from the index of a leaf to its axis.
     """
     table = {_leaves.join(names): i for i, (names, _) in enumerate(leaves)}
     found, sizes = {}, set()

@@ -19,7 +19,8 @@ class DecayingMaskPruning(pruners.MagnitudePruning):
   `β` falls from 1 to 0 along the schedule; `power=1` is the paper's linear
   decay. While `β` is above 0, every weight is used, and `state.masks` contains
   ones only. The method is designed for N:M sparsity. The paper's other method,
-  structure decay, is `MagnitudePruning` with `NByM` and a gradual schedule.
+  structure decay, is `MagnitudePruning` with `NByM` and a gradual schedule. The
+  attributes are those of `BaseUpdater`.
 
   Example:
     >>> import functools, jax.numpy as jnp, jaxpruner

@@ -290,7 +290,7 @@ class DSR(sparse_trainers.Rewiring):
   def survivors(self, state, totals, active, scores):
     limit = state.stats["threshold"]
     left = [
-      # One stays, or the leaf would never get a weight again.
+      # Keep one: the share of a leaf without weights would stay 0.
       jnp.maximum(1, jnp.sum(a & (engine.value(s) >= limit), dtype=jnp.int32))
       for a, s in zip(active, scores, strict=True)
     ]

@@ -35,7 +35,8 @@ class FisherPruning(base_updater.BaseUpdater):
   Optimal Brain Damage, where the diagonal of the Fisher information replaces
   the Hessian. The expectation is the second moment that Adam and similar
   optimizers store. At the first step, and with an optimizer that stores no
-  second moment, the squared gradient of the batch is used.
+  second moment, the squared gradient of the batch is used. The attributes are
+  those of `BaseUpdater`.
 
   Example:
     >>> import functools, jax.numpy as jnp, jaxpruner
@@ -152,8 +153,8 @@ class WoodFisherPruning(base_updater.BaseUpdater):
     g = flat.reshape(count, -1, block).swapaxes(0, 1) / jnp.sqrt(lam)
     gram = count * jnp.eye(count) + g @ g.swapaxes(1, 2)
 
-    # XLA's own factorisations of many small matrices are slow on CPU; one
-    # elimination of all blocks at once is a few fused passes.
+    # XLA's factorizations of many small matrices are slow on CPU. Eliminating
+    # in all blocks at once takes a few fused passes.
     def eliminate(r, carry):
       rows, inverse = carry
       row = rows[:, r]

@@ -154,7 +154,7 @@ class Chain(base_updater.BaseUpdater):
         entered = self._enter(i, self._state_of(i, state, params), params)
         new_updates, new = parts[i].update(updates, entered, params, **extra)
         stats = (*state.stats[:i], new.stats, *state.stats[i + 1 :])
-        # Branches must agree: phases that hold zeros may widen an update.
+        # Branches must have equal dtypes: `hold_zeros` may widen an update.
         new_updates = jax.tree.map(
           lambda u, p: u.astype(jnp.promote_types(u.dtype, p.dtype)),
           new_updates,
@@ -208,7 +208,7 @@ class Chain(base_updater.BaseUpdater):
     first = state.count == start
     if not isinstance(first, jax.core.Tracer):
       return enter(state) if first else state
-    # Only what entering changes: the optimizer's state stays where it is.
+    # The optimizer's state does not change: it stays outside the conditional.
     kept = state._replace(inner_state=None)
     entered = jax.lax.cond(first, enter, lambda s: s, kept)
     return entered._replace(inner_state=state.inner_state)

@@ -42,7 +42,7 @@ class MagnitudePruning(base_updater.BaseUpdater):
   2017): from step `t₀` to `t₁` the sparsity is
   `s(t) = S·(1 − (1 − (t − t₀)/(t₁ − t₀))³)`. A small weight contributes little
   to the output, and the weights that remain are trained further after each
-  removal.
+  removal. The attributes are those of `BaseUpdater`.
 
   Example:
     >>> import functools, jax.numpy as jnp, jaxpruner
@@ -70,7 +70,7 @@ class SaliencyPruning(base_updater.BaseUpdater):
 
   The score is the change of the loss, to first order, if the weight were
   removed. It is computed in float32, because half-precision products underflow
-  or overflow.
+  or overflow. The attributes are those of `BaseUpdater`.
 
   Example:
     >>> import functools, jax.numpy as jnp, jaxpruner
@@ -99,7 +99,7 @@ class RandomPruning(base_updater.BaseUpdater):
   """Keep weights at random, as a baseline.
 
   The score of each weight is drawn once, so the mask of a higher sparsity is a
-  subset of the mask of a lower one.
+  subset of the mask of a lower one. The attributes are those of `BaseUpdater`.
 
   Example:
     >>> import functools, jax.numpy as jnp, jaxpruner

@@ -118,12 +118,12 @@ def allocate(shares: jax.Array, total: jax.Array, room: jax.Array) -> jax.Array:
     [2, 4]
   """
   total, room = jnp.asarray(total, jnp.int32), room.astype(jnp.int32)
-  # A trace of everyone: a share of 0 must take what the others cannot.
+  # Raise shares of 0 a little: these leaves get the excess of full leaves.
   floor = jnp.maximum(jnp.max(shares), 1) * 1e-9
   shares = jnp.maximum(shares.astype(jnp.float32), floor)
   quota = jnp.zeros(shares.shape, jnp.float32)
   full = jnp.zeros(shares.shape, bool)
-  for _ in range(shares.shape[0]):  # each round fills a leaf, or is the last
+  for _ in range(shares.shape[0]):  # each round fills a leaf or is the last
     left = total - jnp.sum(jnp.where(full, room, 0))
     open_ = jnp.where(full, 0, shares)
     quota = jnp.where(
@@ -132,7 +132,8 @@ def allocate(shares: jax.Array, total: jax.Array, room: jax.Array) -> jax.Array:
     full = full | (quota >= room)
   given = jnp.minimum(jnp.floor(quota).astype(jnp.int32), room)
   order = jnp.argsort(-(quota - given), stable=True)
-  # One each, then whatever room is left: rounding in float32 may owe more.
+  # The remainder: first one per leaf, then the rest, which float32 rounding can
+  # leave over, up to the room of each leaf.
   for most in (1, None):
     free = room - given
     free = free if most is None else jnp.minimum(free, most)

@@ -97,7 +97,7 @@ class SoftThresholdPruning(global_pruners.GlobalPruning):
     seen = super().pre_forward_update(params, opt_state)
 
     def shrink(masked, param, mask):
-      # The largest weight left out is where the leaf was cut.
+      # The threshold of the leaf is its largest removed |w|.
       out = jnp.where(mask, 0, jnp.abs(param))
       shift = jnp.sign(masked) * jnp.max(out)
       return masked - jax.lax.stop_gradient(shift)

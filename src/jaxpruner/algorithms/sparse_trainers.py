@@ -1,4 +1,4 @@
-"""Sparse training: start sparse, stay sparse, perhaps rewire."""
+"""Sparse training: start sparse, stay sparse, replace weights if wanted."""
 
 import dataclasses
 from collections.abc import Callable
@@ -148,7 +148,7 @@ class Rewiring(StaticRandomSparse):
 
     def step(mean, grad):
       new = self.momentum_decay * mean + (1 - self.momentum_decay) * grad
-      # One bad batch must not spoil the mean for ever.
+      # Non-finite gradients of one batch must not stay in the mean.
       return jnp.where(jnp.isfinite(new), new, mean).astype(mean.dtype)
 
     old = view.of(state.stats["momentum"], "momentum")
@@ -255,13 +255,13 @@ class Rewiring(StaticRandomSparse):
       return state
     drop, grow = self._parts(view, state, grads)
     pool = lambda scores: [*map(sparsity_types.pool, view.kinds, scores)]
-    # The mask of a block is constant on it: its mean is the block's own bit.
+    # A mask is constant on a block, so its mean is the block's bit.
     active = [a > 0 for a in pool(view.of(state.masks))]
     drop_units = pool(drop)
     counts = jnp.stack([jnp.sum(a, dtype=jnp.int32) for a in active])
     goals = self.goals(view, state, counts)
     totals = goals * _groups(view)
-    # A mask that lost units (a sparse model's zeros) has fewer to keep.
+    # A mask may have fewer units than its target (`continue_sparse`).
     left = self.survivors(state, totals, active, drop_units)
     left = jnp.minimum(left, counts)
     inside = lambda s, a: engine.apply(_below, s, a)
@@ -269,7 +269,7 @@ class Rewiring(StaticRandomSparse):
     finite = self._finite(drop, grow)
     if self.redistribute is not None:
       goals = left + self._shares(view, state, kept, left, totals)
-      # Leaves that trade weights must all be updated, or none.
+      # Leaves that exchange weights are updated all together or not at all.
       finite = jnp.broadcast_to(jnp.all(finite), finite.shape)
     above = lambda s, k: engine.apply(_above, s, k)
     units = [*map(above, pool(grow), kept)]
@@ -290,7 +290,7 @@ class Rewiring(StaticRandomSparse):
 
   def _finite(self, drop, grow) -> Any:
     finite = jnp.stack([engine.all_finite(s) for s in drop])
-    # Random numbers are finite; to look would be to draw them once more.
+    # Random numbers are finite; a check would draw them a second time.
     if type(self.grow) is criteria.Random:
       return finite
     return finite & jnp.stack([engine.all_finite(s) for s in grow])

@@ -20,7 +20,8 @@ class SteMagnitudePruning(pruners.MagnitudePruning):
 
   The loss is computed at `m·w`, with a mask `m` selected at every step. The
   gradient `∂L/∂(m·w)` is applied to `w` unchanged, including removed weights. A
-  removed weight that becomes large returns.
+  removed weight that becomes large returns. The attributes are those of
+  `BaseUpdater`.
 
   Example:
     >>> import functools, jax, jax.numpy as jnp, jaxpruner
@@ -52,7 +53,7 @@ class SteSaliencyPruning(pruners.SaliencyPruning):
 
   The gradient of the masked forward pass reaches the masked weights too, so a
   masked weight with a large score returns. The first forward pass is dense,
-  because no gradient is known yet.
+  because no gradient is known yet. The attributes are those of `BaseUpdater`.
 
   Example:
     >>> import functools, jax.numpy as jnp, jaxpruner
@@ -125,7 +126,8 @@ class SteRandomPruning(pruners.RandomPruning):
   """Use random weights forward, train all of them: the baseline of STE.
 
   As in `SteMagnitudePruning`, the loss is computed at `m·w` and `w` gets
-  `∂L/∂(m·w)`. The scores that select `m` are drawn once.
+  `∂L/∂(m·w)`. The scores that select `m` are drawn once. The attributes are
+  those of `BaseUpdater`.
 
   Example:
     >>> import functools, jax.numpy as jnp, jaxpruner

@@ -85,7 +85,7 @@ class TopKAST(pruners.MagnitudePruning):
     scores = view.of(self.calculate_scores(params), "scores")
     found = self._select(view, scores, [self._widen(s) for s in now])
     old = view.of(sparse_state.stats["backward"])
-    # Where a score is not finite, neither set changes.
+    # Neither set of a leaf with non-finite scores changes.
     wider = map(jnp.where, found.finite, found.masks, old)
     return new._replace(stats={"backward": view.store(wider)})
 

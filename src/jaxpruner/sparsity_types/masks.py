@@ -201,7 +201,7 @@ def select_masks(
   masks = {i: _own_mask(types[i], scores[i], sparsities[i]) for i in own}
   for row, i in enumerate(rest):
     masks[i] = expand(types[i], found.masks[row], scores[i])
-  # Pooling may hide a score that is not finite.
+  # Finiteness comes from the scores: pooling may hide a non-finite one.
   finite = jnp.stack([engine.all_finite(s) for s in scores])
   return engine.Selection(
     [masks[i] for i in range(len(types))], finite, hint if own else found.hint
