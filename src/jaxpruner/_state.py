@@ -1,4 +1,4 @@
-"""What an updater carries: its category, its state, and how masks apply."""
+"""The state of an updater, its category, and the application of masks."""
 
 import dataclasses
 import functools
@@ -22,32 +22,31 @@ Sparsities: TypeAlias = PyTree  # of floats and None
 
 @dataclasses.dataclass(frozen=True)
 class Category:
-  """Where an algorithm stands on the map of sparse training.
+  """Describe an algorithm: when it prunes, its inputs and its cost.
 
-  Compare like with like: an algorithm that starts sparse never pays for a dense
-  network, one that starts dense does.
+  Compare algorithms of the same category: an algorithm that starts sparse never
+  trains a dense network, an algorithm that starts dense does.
 
   Attributes:
-    when: "before", "during" or "after" training are weights removed.
+    when: weights are removed "before", "during" or "after" training.
     start: "dense-to-sparse", "sparse-to-sparse", or "dense".
-    dynamic: whether a removed weight may come back.
-    needs: what scores are computed from, beside the weights: "gradients" of the
-      step, their "momentum", "random" numbers, the "loss" given to `bind`,
-      "data" (a batch) or "activations".
-    paper: who proposed it.
-    cost: what it adds to a training step, in words.
+    dynamic: whether a removed weight may return.
+    needs: the inputs of the scores beside the weights: "gradients" of the step,
+      their "momentum", "random" numbers, the "loss" given to `bind`, "data" (a
+      batch) or "activations".
+    paper: authors and year of the paper.
+    cost: the cost added to a training step, in words.
     gradients_per_step: evaluations of the gradient in a training step.
-    trainings: `sparsity -> number`, how many trainings of the usual length the
+    trainings: `sparsity -> number` of trainings of the usual length that the
       method takes; None means one.
-    temperature: what the network's outputs are divided by in the loss given to
-      `bind`.
+    temperature: divisor of the network's outputs in the loss given to `bind`.
     default_schedule: the schedule of a configuration that names none; None
       means "periodic" for dynamic algorithms that start sparse, and
       "polynomial" for all others.
-    update_every: steps between mask updates in a configuration that does not
-      say; None means at least ten updates, at most one in a hundred steps.
-    trained: the key in `state.stats` of the masks of the trained weights, where
-      those are not `state.masks`.
+    update_every: steps between mask updates if the configuration names none;
+      None means at least ten updates, at most one in a hundred steps.
+    trained: the key in `state.stats` of the masks of the trained weights, if
+      these differ from `state.masks`.
 
   Example:
     >>> import jaxpruner
@@ -70,14 +69,14 @@ class Category:
 
 
 class Tally(NamedTuple):
-  """What mask updates count as they go, one uint32 per prunable leaf.
+  """Count the changes of mask updates, one uint32 per prunable leaf and field.
 
   Attributes:
-    size: weights.
-    kept: weights under a one of the mask.
-    grown: weights the last mask update brought in.
-    dropped: weights it removed.
-    reset: weights that came in with fresh optimizer moments.
+    size: weights of the leaf.
+    kept: kept weights.
+    grown: weights that the last mask update added.
+    dropped: weights that the last mask update removed.
+    reset: weights that were added with fresh optimizer moments.
     explored: weights that were ever kept, if the updater tracks them.
   """
 
@@ -90,19 +89,26 @@ class Tally(NamedTuple):
 
 
 class SparseState(NamedTuple):
-  """What must survive a checkpoint: an Optax state.
+  """Hold the state of an updater: an Optax state, to be saved in checkpoints.
 
   Attributes:
     masks: uint8 of the parameter's shape (or packed bits), None where dense.
     inner_state: state of the wrapped optimizer.
     target_sparsities: float32 per leaf, None where dense.
     count: number of updates so far.
-    key: PRNG key data of algorithms that draw, else None.
-    skipped: per prunable leaf, the mask updates refused because a score was
-      not finite.
-    stats: what an algorithm of its own remembers from step to step.
+    key: PRNG key data of algorithms that draw random numbers, else None.
+    skipped: per prunable leaf, the number of mask updates that were refused
+      because of non-finite scores.
+    stats: arrays that an algorithm carries from step to step.
     explored: the union of all masks so far, if the updater tracks it.
     tally: counts of the last mask update; see `state_metrics`.
+
+  Example:
+    >>> import jax.numpy as jnp, jaxpruner
+    >>> pruner = jaxpruner.GlobalMagnitudePruning(sparsity=0.5)
+    >>> state = pruner.init_state({"w": jnp.ones((2, 2)), "b": jnp.ones(2)})
+    >>> state.masks["w"].tolist(), state.masks["b"], int(state.count)
+    ([[1, 1], [1, 1]], None, 0)
   """
 
   masks: Masks
@@ -117,10 +123,24 @@ class SparseState(NamedTuple):
 
 
 def apply_mask(param: Array, mask: Any, is_packed: bool = False) -> Array:
-  """Select the kept weights; the others become exactly +0.0.
+  """Return the kept weights; removed weights become exactly +0.0.
 
-  Selecting, not multiplying: NaN and infinity vanish under the mask, kept
-  weights keep their bits, and the dtype stays.
+  The function selects instead of multiplying: NaN and infinity under the mask
+  become zero, kept weights do not change, and the dtype stays.
+
+  Args:
+    param: the weights.
+    mask: the mask, 1 = kept; None keeps all weights.
+    is_packed: whether the mask is packed bits.
+
+  Returns:
+    An array like `param`.
+
+  Example:
+    >>> import jax.numpy as jnp, jaxpruner
+    >>> mask = jnp.array([1, 0, 0], jnp.uint8)
+    >>> jaxpruner.apply_mask(jnp.array([1.5, -2.0, jnp.nan]), mask).tolist()
+    [1.5, 0.0, 0.0]
   """
   if _leaves.is_dense(mask):
     return param
@@ -136,13 +156,13 @@ unpack_mask = _leaves.unpack
 
 @jax.custom_vjp
 def masked_forward(param: Array, mask: Array, reach: Array | None) -> Array:
-  """Return the masked weights; the gradient passes to those in `reach`.
+  """Return the masked weights; the gradient reaches the weights in `reach`.
 
   Args:
     param: the weights.
-    mask: uint8, the weights that the forward pass sees.
-    reach: uint8, the weights that the gradient reaches; None means all, the
-      straight-through estimator.
+    mask: uint8, the weights that the forward pass uses.
+    reach: uint8, the weights that the gradient reaches; None means all weights,
+      the straight-through estimator.
 
   Returns:
     The weights, +0.0 where the mask is 0.
@@ -160,7 +180,14 @@ masked_forward.defvjp(
 def check_fit(
   mask: Any, shape: tuple[int, ...], is_packed: bool, name: str = ""
 ) -> None:
-  """Raise if a mask cannot belong to a parameter of this shape."""
+  """Raise an error if a mask does not fit a parameter.
+
+  Args:
+    mask: the mask.
+    shape: the shape of the parameter.
+    is_packed: whether the mask is packed bits.
+    name: the path of the leaf, for the message.
+  """
   found = np.shape(mask)
   fits = found == shape
   if is_packed:
@@ -175,7 +202,7 @@ def check_fit(
 
 
 def count_ones(mask: Array) -> Array:
-  """Return the ones of a mask, packed or not, as uint32."""
+  """Return the number of ones in a mask, packed or not, as uint32."""
   return jnp.sum(jax.lax.population_count(mask), dtype=jnp.uint32)
 
 
@@ -186,15 +213,15 @@ def replace_masks(
   finite: Any,
   shrink: bool = False,
 ) -> SparseState:
-  """Return the state with new masks, the old one where scores are not finite.
+  """Return the state with new masks, except where scores are non-finite.
 
   Args:
     view: the prunable leaves.
     state: the state before.
     masks: the new masks of the prunable leaves.
-    finite: bool per leaf, whether all scores it was selected by are finite.
-      Refused updates are counted in `skipped`.
-    shrink: also keep a mask that has fewer ones than the new one.
+    finite: bool per leaf, whether all its scores are finite. If not, the leaf
+      keeps its mask and `skipped` counts the refused update.
+    shrink: also keep an old mask that has fewer ones than the new one.
 
   Returns:
     The state, its other fields unchanged.
@@ -216,10 +243,19 @@ def replace_masks(
 
 
 def new_tally(leaves: list[Any], masks: list[Any], tracked: bool) -> Tally:
-  """Return the counts before the first update."""
+  """Return the counts before the first update.
+
+  Args:
+    leaves: the prunable leaves.
+    masks: their masks.
+    tracked: whether the union of all masks is tracked.
+
+  Returns:
+    A `Tally`.
+  """
   size = jnp.asarray(np.array([leaf.size for leaf in leaves], np.uint32))
   kept = jnp.stack([count_ones(mask) for mask in masks])
-  # Buffers of their own: a state that is donated may hold none twice.
+  # Separate buffers: a donated state must not contain a buffer twice.
   grown, dropped, reset = (jnp.zeros_like(kept) for _ in range(3))
   explored = jnp.copy(kept) if tracked else None
   return Tally(size, kept, grown, dropped, reset, explored)
@@ -228,12 +264,15 @@ def new_tally(leaves: list[Any], masks: list[Any], tracked: bool) -> Tally:
 def count_changes(
   old: SparseState, new: SparseState, fresh: bool
 ) -> SparseState:
-  """Return the new state with its tally, if its masks are not the old ones.
+  """Return the new state with its tally updated, if its masks changed.
 
   Args:
     old: the state before a mask update.
     new: the state after it.
     fresh: whether grown weights get fresh optimizer moments.
+
+  Returns:
+    The new state.
   """
   before, after = jax.tree.leaves(old.masks), jax.tree.leaves(new.masks)
   same = all(a is b for a, b in zip(before, after, strict=True))
@@ -257,12 +296,12 @@ def count_changes(
 
 @jax.jit
 def _kept_and_grown(old: Array, new: Array) -> Array:
-  # On bits and on bytes of 0 and 1 alike.
+  # Correct for packed bits and for bytes of 0 and 1.
   ones = [jax.lax.population_count(x) for x in (new, new & ~old)]
   values = [x.astype(jnp.uint32) for x in ones]
-  # One reduction of two operands, the rows first: XLA's CPU backend vectorizes
-  # it as it stands and threads share it, while it writes the operand of a long
-  # reduction of one operand to memory first.
+  # XLA's CPU backend first writes the operand of a long one-operand reduction
+  # to memory. One reduction of two operands, the rows first, is vectorized
+  # without that copy and divided among threads.
   add = lambda a, b: [x + y for x, y in zip(a, b, strict=True)]
   last = old.ndim - 1
   for axes in ((last,), tuple(range(last))):
@@ -272,7 +311,24 @@ def _kept_and_grown(old: Array, new: Array) -> Array:
 
 
 def find_state(opt_state: PyTree) -> SparseState:
-  """Return the one `SparseState` inside an optimizer state."""
+  """Return the one `SparseState` inside an optimizer state.
+
+  Args:
+    opt_state: the state of an Optax optimizer, or a `SparseState`.
+
+  Returns:
+    The `SparseState`.
+
+  Example:
+    >>> import jax.numpy as jnp, jaxpruner, optax
+    >>> pruner = jaxpruner.GlobalMagnitudePruning(
+    ...   sparsity=0.5,
+    ...   scheduler=jaxpruner.sparsity_schedules.OneShotSchedule())
+    >>> tx = optax.chain(optax.clip(1.0), pruner.wrap_optax(optax.sgd(0.1)))
+    >>> opt_state = tx.init(jnp.ones((2, 2)))
+    >>> jaxpruner.find_state(opt_state).masks.tolist()
+    [[1, 1], [1, 1]]
+  """
   is_state = lambda node: isinstance(node, SparseState)
   found = [
     s for s in jax.tree.leaves(opt_state, is_leaf=is_state) if is_state(s)
@@ -296,7 +352,10 @@ def seed_data(seed: Any) -> Array:
 
 
 def check_seed(seed: Any) -> None:
-  """Raise if a seed is no int and no key, without starting a backend."""
+  """Raise an error if a seed is neither an int nor a key.
+
+  The check does not start a JAX backend.
+  """
   dtype = getattr(seed, "dtype", None)
   is_key = dtype is not None and (
     jnp.issubdtype(dtype, jax.dtypes.prng_key) or dtype == np.uint32
@@ -308,10 +367,10 @@ def check_seed(seed: Any) -> None:
 
 
 def params_key(params: PyTree) -> Array:
-  """Derive key data from the parameters, so that vmapped seeds draw apart.
+  """Derive key data from the parameters, so that vmapped seeds differ.
 
-  Integer sums wrap around in any order alike: the key does not depend on how
-  the parameters are sharded.
+  Integer sums wrap around and do not depend on the order: the key does not
+  depend on how the parameters are sharded.
   """
   leaves = jax.tree.leaves(params)
   return _key_of(
@@ -335,7 +394,7 @@ def _key_of(leaves: list[Array]) -> Array:
 
 
 def refuse_nan(leaves: list[tuple[_leaves.Names, Any]]) -> None:
-  """Raise outside `jit` if scores hold NaN, naming path and count."""
+  """Raise an error outside `jit` if scores contain NaN, with path and count."""
   for names, entry in leaves:
     scores = engine.value(entry)
     if isinstance(scores, jax.core.Tracer):
@@ -352,7 +411,7 @@ def refuse_nan(leaves: list[tuple[_leaves.Names, Any]]) -> None:
 
 
 def frozen(value: Any) -> Any:
-  """Return a hashable image of a configuration value, equal iff it is."""
+  """Return a hashable value that is equal if and only if `value` is."""
   if isinstance(value, functools.partial):
     return ("partial", value.func, frozen(value.args), frozen(value.keywords))
   if isinstance(value, Mapping):

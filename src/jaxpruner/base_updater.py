@@ -1,6 +1,6 @@
 """The updater: configuration, and the hooks that algorithms share.
 
-The step that calls the hooks is in `_transform`.
+`_transform` holds the training step, which calls the hooks.
 """
 
 import dataclasses
@@ -59,24 +59,29 @@ __all__ = [
 
 @dataclasses.dataclass(eq=False)
 class BaseUpdater:
-  """Base of all algorithms; a new one defines `calculate_scores`.
+  """Configure an algorithm; the base class of all of them.
+
+  A new algorithm defines `calculate_scores`; the weights with the highest
+  scores are kept.
 
   Attributes:
-    scheduler: when masks are updated, and how far the sparsity has come.
+    scheduler: the steps at which masks are updated, and the sparsity at a step.
     skip_gradients: whether the optimizer rests on steps that update masks.
-    is_sparse_gradients: whether pruned weights' gradients are zeroed before
-      the optimizer sees them.
-    sparsity_type: the structure of masks: one type, a mapping from path or glob
-      to type, or a function `(names, param) -> type`.
-    sparsity_distribution_fn: `params -> tree of float or None`.
+    is_sparse_gradients: whether gradients of pruned weights are set to zero
+      before the optimizer sees them.
+    sparsity_type: the structure of the masks: one type, a mapping from path or
+      glob to type, or a function `(names, param) -> type`.
+    sparsity_distribution_fn: `params -> tree of float or None`, the target
+      sparsity of each leaf; None means dense.
     rng_seed: int or key; by default derived from the parameters at `init`.
-    use_packed_masks: store 1 bit per weight instead of 8.
-    topk_fn: `(scores, sparsity) -> mask`, instead of a sparsity type.
-    track_exploration: also keep the union of all masks so far, another byte (or
-      bit) per weight: the share of weights ever trained (Liu et al., 2021).
+    use_packed_masks: store masks at 1 bit per weight instead of 8.
+    topk_fn: `(scores, sparsity) -> mask`, replaces the sparsity type.
+    track_exploration: keep the union of all masks so far, which takes another
+      byte (or bit) per weight; it gives the share of weights ever trained (Liu
+      et al., 2021).
     continue_sparse: start from a sparse model: weights that are zero at `init`
-      are pruned already. Masks then only change once the schedule asks for
-      fewer weights than are left.
+      are already pruned. Masks do not change until the schedule asks for fewer
+      weights than are left.
 
   Example:
     >>> import dataclasses, functools, jax, jax.numpy as jnp, jaxpruner
@@ -105,23 +110,23 @@ class BaseUpdater:
   category: ClassVar[Category] = Category()
   # "leaf": scores are ranked within their leaf; "global": over all leaves.
   ranking: ClassVar[str] = "leaf"
-  # Whether weights under the mask are kept at zero in the parameters.
+  # Whether removed weights are zero in the parameters.
   holds_zeros: ClassVar[bool] = True
   # Whether masks are selected after every update, from the new weights, and
   # applied in the forward pass only.
   straight_through: ClassVar[bool] = False
-  # Whether removed weights may return, and must then find fresh moments.
+  # Whether removed weights may return, with fresh optimizer moments.
   regrows: ClassVar[bool] = False
   # Whether mask updates change `stats` too.
   changes_stats: ClassVar[bool] = False
-  # Whether scores change so little from step to step that the thresholds of the
-  # last selections, kept in `stats`, tell where to look for the next.
+  # Whether scores change little from step to step: the search for a threshold
+  # then starts from the last one, which is kept in `stats`.
   steady: ClassVar[bool] = False
 
   def __init_subclass__(cls, **kwargs):
     super().__init_subclass__(**kwargs)
     # A plain @dataclass on a user's subclass would replace equality and remove
-    # the hash; names already in the class are left alone.
+    # the hash; methods that the class defines are not replaced.
     for name in ("__eq__", "__hash__"):
       if name not in cls.__dict__:
         setattr(cls, name, getattr(BaseUpdater, name))
@@ -145,10 +150,10 @@ class BaseUpdater:
 
   @property
   def needs(self) -> frozenset[str]:
-    """What it takes to compute masks; parts may add to the category's."""
+    """The inputs of the scores: the category's, and those of its parts."""
     return self.category.needs
 
-  # --- what an algorithm may override -------------------------------------
+  # --- hooks that an algorithm may override --------------------------------
 
   def calculate_scores(
     self,
@@ -158,17 +163,23 @@ class BaseUpdater:
   ) -> PyTree:
     """Return a score for every weight; the highest are kept.
 
-    An override may take further keyword arguments, by name or as `**extra`: it
-    gets those of `tx.update(grads, state, params, **extra)` and
+    An override may take further keyword arguments, by name or as `**extra`.
+    They come from `tx.update(grads, state, params, **extra)` and
     `instant_sparsify(params, grads, **extra)`.
 
     Args:
       params: the parameters.
-      sparse_state: the state, None outside training.
-      grads: the gradients of this step, None where there are none.
+      sparse_state: the state; None outside training.
+      grads: the gradients of this step; None if there are none.
 
     Returns:
       A tree of real numbers, shaped as the parameters.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxpruner
+      >>> pruner = jaxpruner.MagnitudePruning()
+      >>> pruner.calculate_scores({"w": jnp.array([3.0, -1.0])})["w"].tolist()
+      [3.0, 1.0]
     """
     raise TypeError(
       f"{type(self).__name__} must define calculate_scores(self, params, "
@@ -182,16 +193,23 @@ class BaseUpdater:
     apply: Callable[[PyTree, Any], Array] | None = None,
     inputs: PyTree = None,
   ) -> "BaseUpdater":
-    """Return the updater with what pruning at initialization looks at.
+    """Return the updater with the loss and data for pruning at initialization.
 
     Args:
       loss: `(params, batch) -> scalar`.
       batch: examples for the loss.
-      apply: `(params, inputs) -> outputs`, for what needs no labels.
-      inputs: what `apply` takes; only its shape may matter.
+      apply: `(params, inputs) -> outputs`, for algorithms that need no labels.
+      inputs: the inputs of `apply`; some algorithms read only their shape.
 
     Returns:
-      The updater itself, unless its category needs a "loss".
+      A new updater if its category needs a "loss", else the updater itself.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxpruner
+      >>> loss = lambda params, batch: jnp.sum(batch @ params)
+      >>> pruner = jaxpruner.SNIP(sparsity=0.5).bind(loss, jnp.eye(2))
+      >>> pruner.loss is loss
+      True
     """
     del loss, batch, apply, inputs
     return self
@@ -199,14 +217,23 @@ class BaseUpdater:
   def get_initial_masks(
     self, params: PyTree, target_sparsities: Sparsities
   ) -> Masks:
-    """Return the masks training starts with.
+    """Return the masks with which training starts.
 
     Args:
       params: the parameters.
-      target_sparsities: a float per prunable leaf, None for dense ones.
+      target_sparsities: a float per prunable leaf, None for dense leaves.
 
     Returns:
-      Ones; for straight-through algorithms the masks of step 0.
+      uint8 masks, None for dense leaves. By default all ones; for
+      straight-through algorithms the masks of step 0.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxpruner
+      >>> params = {"w": jnp.ones((2, 2)), "b": jnp.ones(2)}
+      >>> pruner = jaxpruner.GlobalMagnitudePruning(sparsity=0.5)
+      >>> targets = pruner.target_sparsities(params)
+      >>> pruner.get_initial_masks(params, targets)["w"].tolist()
+      [[1, 1], [1, 1]]
     """
     view = self.view(params, target_sparsities)
     if self.straight_through and "gradients" not in self.needs:
@@ -218,7 +245,7 @@ class BaseUpdater:
     return view.put(None, [_leaves.shard_like(ones(p), p) for p in view.leaves])
 
   def init_extra(self, params: PyTree, masks: Masks) -> Any:
-    """Return what the algorithm remembers from step to step, `state.stats`.
+    """Return the first `state.stats`: arrays carried from step to step.
 
     Args:
       params: the parameters.
@@ -234,7 +261,7 @@ class BaseUpdater:
   def on_gradients(
     self, state: SparseState, params: PyTree, grads: PyTree
   ) -> SparseState:
-    """Return the state after a look at the gradients, at every step.
+    """Return the state after reading the gradients; called at every step.
 
     Args:
       state: the state before the step.
@@ -242,7 +269,7 @@ class BaseUpdater:
       grads: their gradients.
 
     Returns:
-      The state, its `stats` perhaps changed.
+      The state; an override may change its `stats`.
     """
     del params, grads
     return state
@@ -254,7 +281,7 @@ class BaseUpdater:
     grads: PyTree,
     **extra: Any,
   ) -> SparseState:
-    """Return the state with new masks, at a step that the schedule chose.
+    """Return the state with new masks; called when the schedule says so.
 
     Args:
       sparse_state: the state; `count` is the step.
@@ -264,6 +291,14 @@ class BaseUpdater:
 
     Returns:
       A state of the same structure.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxpruner
+      >>> pruner = jaxpruner.GlobalMagnitudePruning(sparsity=0.5)
+      >>> params = jnp.array([[3.0, -1, 2, -4]])
+      >>> state = pruner.init_state(params)
+      >>> pruner.update_state(state, params, None).masks.tolist()
+      [[1, 0, 0, 1]]
     """
     view = self.view(params)
     if not view.names or self.category.when == "before":
@@ -279,7 +314,7 @@ class BaseUpdater:
   def prepare_gradients(
     self, grads: PyTree, state: SparseState, params: PyTree
   ) -> PyTree:
-    """Return the gradients the optimizer sees.
+    """Return the gradients that the optimizer gets.
 
     Args:
       grads: the gradients of the step.
@@ -287,7 +322,8 @@ class BaseUpdater:
       params: the parameters.
 
     Returns:
-      A tree like the gradients.
+      A tree like the gradients; zero for pruned weights if
+        `is_sparse_gradients`.
     """
     del params
     if not self.is_sparse_gradients:
@@ -297,16 +333,16 @@ class BaseUpdater:
   def hold_zeros(
     self, updates: PyTree, state: SparseState, params: PyTree
   ) -> PyTree:
-    """Return updates that leave pruned weights at exactly +0.0.
+    """Return updates that keep pruned weights at exactly +0.0.
 
     Args:
-      updates: what the optimizer wants to add to the parameters.
+      updates: the updates of the optimizer.
       state: the state, with the masks in force.
       params: the parameters.
 
     Returns:
-      The updates; that of a pruned weight is minus the weight, in a dtype wide
-      enough that their sum is exact.
+      The updates. The update of a pruned weight is minus the weight, in a dtype
+      in which the sum is exact.
     """
     if not self.holds_zeros:
       return updates
@@ -324,15 +360,26 @@ class BaseUpdater:
     return _leaves.map_masks(hold, params, updates, state.masks)
 
   def pre_forward_update(self, params: PyTree, opt_state: PyTree) -> PyTree:
-    """Return the parameters the forward pass should see.
+    """Return the parameters for the forward pass.
 
     Args:
       params: the parameters.
       opt_state: the optimizer's state, which holds a `SparseState`.
 
     Returns:
-      The parameters; of straight-through algorithms the masked ones, whose
+      The parameters. Straight-through algorithms return masked parameters,
+        whose
       gradient reaches every weight.
+
+    Example:
+      >>> import functools, jax.numpy as jnp, jaxpruner
+      >>> pruner = jaxpruner.SteMagnitudePruning(
+      ...   sparsity_distribution_fn=functools.partial(
+      ...     jaxpruner.sparsity_distributions.uniform, sparsity=0.5))
+      >>> params = jnp.array([[3.0, -1, 2, -4]])
+      >>> state = pruner.init_state(params)
+      >>> pruner.pre_forward_update(params, state).tolist()
+      [[3.0, 0.0, 0.0, -4.0]]
     """
     if not self.straight_through:
       return params
@@ -345,47 +392,74 @@ class BaseUpdater:
   def post_gradient_update(self, params: PyTree, opt_state: PyTree) -> PyTree:
     """Return the parameters with pruned weights at zero; idempotent.
 
-    `wrap_optax` already keeps them there. Call this once after `init`, so that
-    the first forward pass is sparse too, and on parameters the wrapper does not
-    see: averages, target networks.
+    `wrap_optax` keeps pruned weights at zero already. Call this function once
+    after `init`, so that the first forward pass is sparse too, and on copies
+    that the optimizer does not update: averages, target networks.
 
     Args:
       params: the parameters.
       opt_state: the optimizer's state, which holds a `SparseState`.
 
     Returns:
-      The parameters, masked if the algorithm holds zeros.
+      The parameters, masked if the algorithm keeps pruned weights at zero.
+
+    Example:
+      >>> import functools, jax.numpy as jnp, jaxpruner
+      >>> pruner = jaxpruner.RigL(
+      ...   sparsity_distribution_fn=functools.partial(
+      ...     jaxpruner.sparsity_distributions.uniform, sparsity=0.75))
+      >>> params = jnp.ones((4, 4))
+      >>> state = pruner.init_state(params)
+      >>> float(pruner.post_gradient_update(params, state).sum())
+      4.0
     """
     if not self.holds_zeros:
       return params
     return self.apply_masks(params, find_state(opt_state).masks)
 
-  # --- what an algorithm may call -----------------------------------------
+  # --- methods that an algorithm may call ----------------------------------
 
   def wrap_optax(
     self, inner: optax.GradientTransformation
   ) -> optax.GradientTransformationExtraArgs:
-    """Return `inner`, confined to the sparse set.
+    """Return an optimizer that prunes: `inner`, with masks.
 
-    Make it the outermost transformation: whatever is chained after it can move
-    pruned weights away from zero.
+    Make it the outermost transformation: a transformation chained after it can
+    move pruned weights away from zero.
 
     Args:
       inner: the optimizer.
 
     Returns:
       A transformation whose state is a `SparseState`.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxpruner, optax
+      >>> pruner = jaxpruner.GlobalMagnitudePruning(
+      ...   sparsity=0.5,
+      ...   scheduler=jaxpruner.sparsity_schedules.OneShotSchedule())
+      >>> tx = pruner.wrap_optax(optax.sgd(0.5))
+      >>> params, grads = jnp.array([[3.0, -1, 2, -4]]), jnp.ones((1, 4))
+      >>> updates, state = tx.update(grads, tx.init(params), params)
+      >>> optax.apply_updates(params, updates).tolist()
+      [[2.5, 0.0, 0.0, -4.5]]
     """
     return _transform.wrap(self, inner)
 
   def init_state(self, params: PyTree) -> SparseState:
-    """Return the state of step 0, without an optimizer's.
+    """Return the state of step 0, without the state of an optimizer.
 
     Args:
       params: the parameters.
 
     Returns:
       A `SparseState` whose `inner_state` is None.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxpruner
+      >>> pruner = jaxpruner.GlobalMagnitudePruning(sparsity=0.5)
+      >>> pruner.init_state(jnp.ones((2, 2))).masks.tolist()
+      [[1, 1], [1, 1]]
     """
     view = self.view(params)
     if view.targets and all(
@@ -425,15 +499,22 @@ class BaseUpdater:
   def instant_sparsify(
     self, params: PyTree, grads: PyTree = None, **extra: Any
   ) -> tuple[PyTree, Masks]:
-    """Prune now, to the target sparsity.
+    """Prune to the target sparsity now, without training.
 
     Args:
       params: the parameters.
-      grads: their gradients, where scores need them.
+      grads: their gradients, if the scores need them.
       **extra: further arguments of `calculate_scores`.
 
     Returns:
-      `(params, masks)`.
+      `(params, masks)`; removed weights are zero.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxpruner
+      >>> pruner = jaxpruner.GlobalMagnitudePruning(sparsity=0.5)
+      >>> params, masks = pruner.instant_sparsify(jnp.array([[3.0, -1, 2, -4]]))
+      >>> params.tolist(), masks.tolist()
+      ([[3.0, 0.0, 0.0, -4.0]], [[1, 0, 0, 1]])
     """
     name = type(self).__name__
     if self.category.start == "sparse-to-sparse":
@@ -467,10 +548,18 @@ class BaseUpdater:
 
     Args:
       scores: a score for every weight.
-      sparsities: the fraction removed of each leaf, None for dense ones.
+      sparsities: the fraction removed of each leaf, None for dense leaves.
 
     Returns:
       uint8 masks, 1 = kept, None for dense leaves.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxpruner
+      >>> pruner = jaxpruner.MagnitudePruning()
+      >>> scores = {"w": jnp.array([0.1, 0.4, 0.3, 0.2]), "b": jnp.ones(2)}
+      >>> masks = pruner.create_masks(scores, {"w": 0.5, "b": None})
+      >>> masks["w"].tolist(), masks["b"]
+      ([0, 1, 1, 0], None)
     """
     view = self.view(scores, sparsities)
     return view.put(None, self._choose(view, view.leaves, view.targets).masks)
@@ -488,6 +577,13 @@ class BaseUpdater:
 
     Returns:
       A tree like `params`.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxpruner
+      >>> masks = {"w": jnp.array([1, 0], jnp.uint8), "b": None}
+      >>> params = {"w": jnp.array([3.0, -1.0]), "b": jnp.ones(1)}
+      >>> jaxpruner.MagnitudePruning().apply_masks(params, masks)["w"].tolist()
+      [3.0, 0.0]
     """
     if is_packed is None:
       is_packed = self.use_packed_masks
@@ -497,13 +593,19 @@ class BaseUpdater:
     )
 
   def target_sparsities(self, params: PyTree) -> Sparsities:
-    """Return the sparsity each leaf is heading for, None for dense ones.
+    """Return the target sparsity of each leaf.
 
     Args:
       params: the parameters, or their shapes.
 
     Returns:
-      A tree of floats and None.
+      A tree of floats, None for dense leaves.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxpruner
+      >>> pruner = jaxpruner.GlobalMagnitudePruning(sparsity=0.5)
+      >>> pruner.target_sparsities({"w": jnp.ones((2, 2)), "b": jnp.ones(2)})
+      {'b': None, 'w': 0.5}
     """
     view = self.view(params)
     return view.put(None, view.targets)
@@ -511,10 +613,10 @@ class BaseUpdater:
   def sparsities_at(
     self, view: _leaves.Prunable, state: SparseState, step: Any
   ) -> list[Any]:
-    """Return the sparsities in force at a step, as a selection takes them.
+    """Return the sparsity of each prunable leaf at a step.
 
-    A float32 cannot hold the sparsity of a large leaf, so each comes with the
-    exact target it is heading for.
+    A float32 cannot represent every sparsity of a large leaf, so each value
+    comes with its exact target.
 
     Args:
       view: the prunable leaves.
@@ -522,7 +624,18 @@ class BaseUpdater:
       step: the step, may be traced.
 
     Returns:
-      A value per prunable leaf.
+      An `AtStep`, or a float32 scalar, per prunable leaf.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxpruner
+      >>> pruner = jaxpruner.GlobalMagnitudePruning(
+      ...   sparsity=0.5,
+      ...   scheduler=jaxpruner.sparsity_schedules.PolynomialSchedule(
+      ...     1, 0, 4, power=1))
+      >>> params = jnp.ones((2, 2))
+      >>> view, state = pruner.view(params), pruner.init_state(params)
+      >>> float(pruner.sparsities_at(view, state, 2)[0].value)
+      0.25
     """
     stored = view.of(state.target_sparsities, "target_sparsities")
     if not stored:
@@ -537,15 +650,22 @@ class BaseUpdater:
   def random_scores(
     self, params: PyTree, sparse_state: SparseState | None, salt: Any = 0
   ) -> PyTree:
-    """Return uniform float32 scores that depend on key, path and salt only.
+    """Return uniform float32 scores that depend only on key, path and salt.
 
     Args:
       params: the parameters.
       sparse_state: the state, for its key; None derives a key.
-      salt: an integer, may be traced; another one gives other scores.
+      salt: an integer, may be traced; each salt gives different scores.
 
     Returns:
-      A tree like `params`; leaves that are no floats stay as they are.
+      A tree like `params`; leaves that are not floats stay as they are.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxpruner
+      >>> pruner = jaxpruner.RandomPruning(rng_seed=0)
+      >>> scores = pruner.random_scores(jnp.ones((2, 2)), None)
+      >>> scores.shape, bool((scores >= 0).all() & (scores < 1).all())
+      ((2, 2), True)
     """
     stored = None if sparse_state is None else sparse_state.key
     leaves, treedef = _leaves.flatten_with_names(params)
@@ -566,12 +686,12 @@ class BaseUpdater:
   def view(
     self, params: PyTree, targets: Sparsities = None
   ) -> _leaves.Prunable:
-    """Return the prunable leaves of a tree: what an algorithm handles.
+    """Return the prunable leaves of a tree; algorithms handle only these.
 
     Args:
       params: the parameters, or a tree like them.
-      targets: the sparsity each leaf heads for, None for dense ones; by default
-        what the distribution says, checked.
+      targets: the target sparsity of each leaf, None for dense leaves; by
+        default the checked result of the distribution.
 
     Returns:
       A `Prunable`.
@@ -585,10 +705,10 @@ class BaseUpdater:
     """
     return _view.build(self, params, targets)
 
-  # --- the machinery ------------------------------------------------------
+  # --- internal methods ----------------------------------------------------
 
   def _distribute(self, params: PyTree) -> Sparsities:
-    """Return the sparsity each leaf is heading for, unchecked."""
+    """Return the target sparsity of each leaf, unchecked."""
     if self.ranking == "global":
       return _ranking.distribute(self, params)
     if self.sparsity_distribution_fn is None:
@@ -609,7 +729,7 @@ class BaseUpdater:
     return view.of(scores, "scores")
 
   def _select(self, view, scores, sparsities, hint=None) -> engine.Selection:
-    """Return what `create_masks` selects, with its finiteness and hint."""
+    """Return the selection of `create_masks`, with finiteness and hint."""
     if type(self).create_masks is BaseUpdater.create_masks:
       return self._choose(view, scores, sparsities, hint)
     scores = [engine.value(s) for s in scores]
@@ -638,7 +758,10 @@ class BaseUpdater:
 
 @dataclasses.dataclass(eq=False)
 class NoPruning(BaseUpdater):
-  """Keep everything: bit for bit the wrapped optimizer.
+  """Keep all weights; updates equal those of the wrapped optimizer bit for bit.
+
+  Attributes:
+    sparsity_distribution_fn: None, no leaf is pruned.
 
   Example:
     >>> import jax.numpy as jnp, jaxpruner

@@ -1,9 +1,9 @@
 """Exact masks from scores, without sorting.
 
-The functions here turn scores into masks of exactly the wanted number of
-ones, the same as a stable sort would give: larger scores win, among equals
-the lower row-major index, NaN loses against every number. They work under
-`jit`, `vmap`, `scan`, `shard_map` and on sharded arrays.
+The functions here compute masks with exactly the requested number of ones. The
+result equals that of a stable sort: larger scores are kept first, among equal
+scores the lower row-major index, and NaN ranks below every number. They work
+under `jit`, `vmap`, `scan`, `shard_map` and on sharded arrays.
 """
 
 import math
@@ -46,23 +46,28 @@ def topk_masks(
 ) -> list[Array]:
   """Keep the largest scores of each leaf, or of all leaves together.
 
-  Exactly as many ones as asked for; among equal scores the earlier leaf and
-  the lower row-major index win; NaN ranks below every number.
+  The masks have exactly the requested number of ones. Among equal scores the
+  earlier leaf and the lower row-major index are kept first; NaN ranks below
+  every number.
 
   Args:
-    scores: arrays, expressions (`engine.defer`), or functions of no arguments
+    scores: arrays, expressions (`engine.defer`), or functions without arguments
       that return the scores of a leaf as an elementwise expression of arrays
-      they close over (|w|, |w g|). These are evaluated inside the passes and
-      never stored.
-    ones: how many to keep, per leaf; with `together` one number for all.
-      Ints or int32 scalars, or one int32 array of them.
+      they close over (|w|, |w g|). Expressions are evaluated inside the passes
+      and never stored.
+    ones: the number to keep, per leaf; with `together` one number for all. Ints
+      or int32 scalars, or one int32 array of them.
     together: rank all leaves in one order (global pruning).
 
   Returns:
     uint8 masks, 1 = kept, shaped as the scores.
 
-  >>> topk_masks([jnp.array([3.0, 1.0, 3.0, 3.0])], [2])[0].tolist()
-  [1, 0, 1, 0]
+  Example:
+    >>> import jax.numpy as jnp
+    >>> from jaxpruner import mask_calculator
+    >>> scores = [jnp.array([3.0, 1.0, 3.0, 3.0])]
+    >>> mask_calculator.topk_masks(scores, [2])[0].tolist()
+    [1, 0, 1, 0]
   """
   given = [trace(s) if callable(s) else s for s in scores]
   return engine.select(given, ones, together=together).masks
@@ -71,8 +76,19 @@ def topk_masks(
 def topk_mask_calculator(scores: Array, sparsity: Any) -> Array:
   """Keep the largest `num_ones(scores.size, sparsity)` scores.
 
-  >>> topk_mask_calculator(jnp.array([1.0, 3.0, 2.0, 0.0]), 0.5).tolist()
-  [0, 1, 1, 0]
+  Args:
+    scores: the scores of one leaf.
+    sparsity: the fraction removed, a float or a traced scalar.
+
+  Returns:
+    A uint8 mask, 1 = kept, shaped as the scores.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> from jaxpruner import mask_calculator
+    >>> scores = jnp.array([1.0, 3.0, 2.0, 0.0])
+    >>> mask_calculator.topk_mask_calculator(scores, 0.5).tolist()
+    [0, 1, 1, 0]
   """
   scores = jnp.asarray(scores)
   return topk_masks([scores], [num_ones(scores.size, sparsity)])[0]
@@ -81,10 +97,23 @@ def topk_mask_calculator(scores: Array, sparsity: Any) -> Array:
 def n_by_m_mask(scores: Array, n: Any, m: int, axis: int = -2) -> Array:
   """Keep the `n` largest of every `m` consecutive scores along `axis`.
 
-  Among equals the lower index along `axis` wins. `n` may be traced.
+  Among equal scores the lower index along `axis` is kept first.
 
-  >>> n_by_m_mask(jnp.array([1.0, 4.0, 3.0, 2.0]), 2, 4, axis=0).tolist()
-  [0, 1, 1, 0]
+  Args:
+    scores: the scores of one leaf.
+    n: the number kept of each group; may be traced.
+    m: the size of a group; must divide the length of `axis`.
+    axis: the axis along which groups are formed.
+
+  Returns:
+    A uint8 mask, 1 = kept, shaped as the scores.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> from jaxpruner import mask_calculator
+    >>> scores = jnp.array([1.0, 4.0, 3.0, 2.0])
+    >>> mask_calculator.n_by_m_mask(scores, 2, 4, axis=0).tolist()
+    [0, 1, 1, 0]
   """
   scores = jnp.asarray(scores)
   if isinstance(n, int) and not 0 < n <= m:
@@ -107,26 +136,44 @@ def n_by_m_mask(scores: Array, n: Any, m: int, axis: int = -2) -> Array:
 
 
 def rank(scores: Array) -> Array:
-  """Return the place of each score in its row, 0 for the largest.
+  """Return the position of each score in its row, 0 for the largest.
 
-  Among equals the lower index comes first.
+  Among equal scores the lower index comes first.
 
-  >>> rank(jnp.array([1.0, 3.0, 3.0])).tolist()
-  [2, 0, 1]
+  Args:
+    scores: the scores; the last axis is ranked.
+
+  Returns:
+    int32, shaped as the scores.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> from jaxpruner import mask_calculator
+    >>> mask_calculator.rank(jnp.array([1.0, 3.0, 3.0])).tolist()
+    [2, 0, 1]
   """
   order = jnp.argsort(~sort_key(scores), axis=-1, stable=True)
   return jnp.argsort(order, axis=-1)
 
 
 def pack_mask(mask: Array) -> Array:
-  """Store a mask at one bit per weight, as `numpy.packbits` orders them.
+  """Store a mask at one bit per weight, in the bit order of `numpy.packbits`.
 
-  Rows of a multiple of 8 are packed each by itself, so that the leading axes
-  (and their sharding) stay; other shapes become one row. The bytes are the
-  same.
+  If the length of the last axis is a multiple of 8, each row is packed alone,
+  so that the leading axes and their sharding stay. Other shapes are packed as
+  one row. The bytes are the same in both cases.
 
-  >>> pack_mask(jnp.array([1, 0, 1], MASK_DTYPE)).tolist()
-  [160]
+  Args:
+    mask: a mask of zeros and ones.
+
+  Returns:
+    uint8, an eighth of the mask's size, rounded up.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> from jaxpruner import mask_calculator
+    >>> mask_calculator.pack_mask(jnp.array([1, 0, 1], jnp.uint8)).tolist()
+    [160]
   """
   if not mask.ndim or mask.shape[-1] % 8:
     mask = mask.reshape(-1)
@@ -134,10 +181,21 @@ def pack_mask(mask: Array) -> Array:
 
 
 def unpack_mask(packed: Array, shape: tuple[int, ...]) -> Array:
-  """Return the uint8 mask of `shape` that `pack_mask` stored.
+  """Return the mask that `pack_mask` stored.
 
-  >>> unpack_mask(jnp.array([160], MASK_DTYPE), (3,)).tolist()
-  [1, 0, 1]
+  Args:
+    packed: the bytes that `pack_mask` returned.
+    shape: the shape of the mask.
+
+  Returns:
+    A uint8 mask of this shape, 1 = kept.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> from jaxpruner import mask_calculator
+    >>> packed = jnp.array([160], jnp.uint8)
+    >>> mask_calculator.unpack_mask(packed, (3,)).tolist()
+    [1, 0, 1]
   """
   size = math.prod(shape)
   if packed.size != -(-size // 8):
@@ -148,8 +206,8 @@ def unpack_mask(packed: Array, shape: tuple[int, ...]) -> Array:
   rows = bool(shape) and shape[-1] % 8 == 0
   out = shape if rows else (packed.size * 8,)
   spread = jnp.broadcast_to(packed[..., None], (*packed.shape, 8)).reshape(out)
-  # Which bit follows from the place alone, in words as wide as the weights: so
-  # the pass that applies the mask is vectorized, as it is not with a table.
+  # The bit is computed from the index, in words as wide as the weights: XLA
+  # then vectorizes the pass that applies the mask; with a table it does not.
   place = lax.broadcasted_iota(jnp.int32, out, len(out) - 1)
   bits = ((spread.astype(jnp.int32) << (place & 7)) >> 7) & 1
   bits = bits.astype(MASK_DTYPE)
@@ -157,5 +215,19 @@ def unpack_mask(packed: Array, shape: tuple[int, ...]) -> Array:
 
 
 def get_topk_fn(sparsity_type: Any) -> Callable[..., Array]:
-  """Return the `(scores, sparsity) -> mask` function of a sparsity type."""
+  """Return the function that computes masks of a sparsity type.
+
+  Args:
+    sparsity_type: a sparsity type, for example `NByM(2, 4)`.
+
+  Returns:
+    A function `(scores, sparsity) -> mask`.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> from jaxpruner import mask_calculator, sparsity_types
+    >>> mask_fn = mask_calculator.get_topk_fn(sparsity_types.NByM(2, 4, axis=0))
+    >>> mask_fn(jnp.array([1.0, 4.0, 3.0, 2.0]), 0.5).tolist()
+    [0, 1, 1, 0]
+  """
   return sparsity_type.mask

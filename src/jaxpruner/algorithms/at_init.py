@@ -33,17 +33,31 @@ def _category(
 
 @dataclasses.dataclass(eq=False)
 class PruneAtInit(global_pruners.GlobalPruning):
-  """Base of the algorithms that prune before training, all leaves together.
+  """Prune before training, all leaves together; the base of SNIP and GraSP.
 
-  `pruner = pruner.bind(loss, batch)` gives them what they look at; the masks
-  are made by `wrap_optax(tx).init(params)` and never change. A leaf that loses
-  every weight is warned of, and counted as `collapsed` by `state_metrics`.
+  `pruner = pruner.bind(loss, batch)` supplies the loss that scores are computed
+  from. `wrap_optax(tx).init(params)` selects the masks, which never change. A
+  warning names each leaf that loses all weights, and `state_metrics` counts
+  these leaves as `collapsed`. The other attributes are those of
+  `GlobalPruning`.
 
   Attributes:
+    is_sparse_gradients: whether gradients of pruned weights are set to zero
+      before the optimizer sees them.
     loss: `(params, batch) -> scalar`.
     batch: examples for the loss.
-    rounds: into how many prunings the way to the target is divided, the share
-      of weights kept falling by the same factor each time.
+    rounds: number of prunings until the target sparsity; each keeps the same
+      share of the weights that are left.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> from jaxpruner.algorithms.at_init import PruneAtInit
+    >>> class LargestPruning(PruneAtInit):
+    ...   def score(self, objective, weights):
+    ...     return [jnp.abs(w) for w in weights]
+    >>> pruner = LargestPruning(sparsity=0.5).bind(lambda p, batch: 0.0, None)
+    >>> pruner.init_state(jnp.array([[3.0, -1, 2, -4]])).masks.tolist()
+    [[1, 0, 0, 1]]
   """
 
   is_sparse_gradients: bool = True
@@ -60,7 +74,14 @@ class PruneAtInit(global_pruners.GlobalPruning):
     return dataclasses.replace(self, loss=loss, batch=batch)
 
   def objective(self, params: Any) -> Any:
-    """Return the scalar whose derivatives make the scores."""
+    """Return the scalar whose derivatives make the scores.
+
+    Args:
+      params: the parameters.
+
+    Returns:
+      The loss of the bound batch.
+    """
     if self.loss is None:
       raise ValueError(
         f"{type(self).__name__} prunes by the loss of a batch and has none; "
@@ -70,7 +91,15 @@ class PruneAtInit(global_pruners.GlobalPruning):
     return self.loss(params, self.batch)
 
   def score(self, objective: Any, weights: list[Any]) -> list[Any]:
-    """Return the scores of the prunable leaves, of which the highest stay."""
+    """Return the scores of the prunable leaves; the highest are kept.
+
+    Args:
+      objective: `weights -> scalar`, a function of the prunable leaves.
+      weights: the prunable leaves.
+
+    Returns:
+      An array of scores per leaf.
+    """
     raise NotImplementedError
 
   def calculate_scores(self, params, sparse_state=None, grads=None):
@@ -87,7 +116,7 @@ class PruneAtInit(global_pruners.GlobalPruning):
         params, map(base_updater.apply_mask, view.leaves, masks)
       )
       scores = view.of(self.calculate_scores(pruned), "scores")
-      # What is gone stays gone.
+      # Weights removed in an earlier round stay removed.
       gone = lambda score, mask: jnp.where(mask, score, -jnp.inf)
       wanted = [self._share(s, k) for s in view.targets]
       return self._select(view, [*map(gone, scores, masks)], wanted).masks
@@ -113,8 +142,9 @@ class PruneAtInit(global_pruners.GlobalPruning):
 class SNIP(PruneAtInit):
   """Keep the largest |w · ∂L/∂w| at the start (Lee et al., 2019).
 
-  The gradient of the loss by a gate `c` on each weight, `∂L(c·w)/∂c` at
-  `c = 1`, from one batch before training; ranked over all leaves together.
+  The score is the gradient of the loss with respect to a gate `c` on each
+  weight, `∂L(c·w)/∂c` at `c = 1`, from one batch before training. All leaves
+  are ranked together. The attributes are those of `PruneAtInit`.
 
   Example:
     >>> import jax.numpy as jnp, jaxpruner, optax
@@ -137,15 +167,24 @@ class SNIP(PruneAtInit):
 
 @dataclasses.dataclass(eq=False)
 class GraSP(PruneAtInit):
-  """Keep what the gradient flow would miss most (Wang et al., 2020).
+  """Keep the weights that preserve the gradient flow (Wang et al., 2020).
 
-  Without a weight, |∂L/∂w|² changes by -w · (H ∂L/∂w) to first order, H the
-  Hessian; the weights with the highest such change are removed.
+  Removing a weight changes |∂L/∂w|² by `−w · (H ∂L/∂w)` to first order, where H
+  is the Hessian. The weights with the highest value are removed.
 
   Bind a loss that divides the network's outputs by 200 (the category's
-  `temperature`), as the authors' program does: at full scale the gradient flow
-  is largest where the network is most confidently wrong, and that is what would
-  be kept.
+  `temperature`), as the authors' program does. Without it the gradient flow is
+  dominated by examples that the network classifies wrongly with high
+  confidence. The attributes are those of `PruneAtInit`.
+
+  Example:
+    >>> import jax.numpy as jnp, jaxpruner, optax
+    >>> pruner = jaxpruner.GraSP(sparsity=0.5).bind(
+    ...   lambda params, batch: jnp.sum((batch @ params["w"] / 200) ** 2),
+    ...   jnp.array([[1.0, 0.0], [2.0, 0.0]]))
+    >>> state = pruner.wrap_optax(optax.sgd(0.1)).init({"w": jnp.ones((2, 2))})
+    >>> state.masks["w"].tolist()  # the second input is always zero
+    [[1, 1], [0, 0]]
   """
 
   category: ClassVar[base_updater.Category] = _category(
@@ -165,14 +204,26 @@ class SynFlow(SNIP):
   """Keep the largest |w · ∂R/∂w|, R the flow through |w| (Tanaka et al., 2020).
 
   R is the sum of the outputs for an input of ones when every parameter is
-  replaced by its absolute value: no data is looked at. In 100 rounds no layer
-  is wiped out where others still have weights to give. Inputs that are not
-  floats, such as tokens, are taken as they are; layers that subtract a mean
-  (layer norm) have no such flow.
+  replaced by its absolute value, so no data is needed. With 100 rounds no layer
+  is removed completely while other layers still have weights. Inputs that are
+  not floats, for example tokens, are used unchanged. R has no meaning for
+  layers that subtract a mean (layer norm). The other attributes are those of
+  `PruneAtInit`.
 
   Attributes:
+    rounds: number of prunings until the target sparsity.
     apply: `(params, inputs) -> outputs`.
     inputs: an array, or tree of arrays, of the network's input shape.
+
+  Example:
+    >>> import jax.numpy as jnp, jaxpruner
+    >>> params = {"u": jnp.array([[3.0, 1], [3, 1]]), "v": jnp.ones((2, 2))}
+    >>> pruner = jaxpruner.SynFlow(sparsity=0.5).bind(
+    ...   None, None, apply=lambda p, x: x @ p["u"] @ p["v"],
+    ...   inputs=jnp.ones((1, 2)))
+    >>> masks = pruner.init_state(params).masks
+    >>> masks["u"].tolist(), masks["v"].tolist()  # the first hidden neuron
+    ([[1, 0], [1, 0]], [[1, 1], [0, 0]])
   """
 
   rounds: int = 100
@@ -206,5 +257,5 @@ class SynFlow(SNIP):
 
 
 def _product(weight, other):
-  # In float32: half-precision products vanish or overflow.
+  # In float32: half-precision products underflow or overflow.
   return weight.astype(jnp.float32) * other.astype(jnp.float32)

@@ -1,4 +1,4 @@
-"""Neurons, filters and heads: slices of several leaves that go together."""
+"""Neurons, filters and heads: slices of several leaves, removed together."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -18,12 +18,19 @@ from jaxpruner.algorithms import pruners
 
 @dataclasses.dataclass(frozen=True)
 class Coupling:
-  """Leaves whose slices are kept or removed together.
+  """Name the leaves whose slices are kept or removed together.
 
   Attributes:
-    axes: path of each leaf to its axis, such as `{"up/kernel": -1,
+    axes: maps the path of each leaf to its axis, for example `{"up/kernel": -1,
       "down/kernel": -2}` for the neurons between two layers.
-    width: consecutive indices that make one unit: the size of a head.
+    width: number of consecutive indices in one unit, for example the size of a
+      head.
+
+  Example:
+    >>> from jaxpruner import structures
+    >>> coupling = structures.Coupling({"up": -1, "down": -2}, width=64)
+    >>> coupling.width  # one head is 64 columns of "up" and 64 rows of "down"
+    64
   """
 
   axes: Mapping[str, int]
@@ -33,7 +40,14 @@ class Coupling:
     return hash((frozenset(self.axes.items()), self.width))
 
   def find(self, leaves: list[tuple[Any, Any]]) -> dict[int, int]:
-    """Return `{position: axis}`; check that the slices are as many."""
+    """Return the axis of each leaf; refuse axes of different lengths.
+
+    Args:
+      leaves: `(names, leaf)` pairs, all leaves of the parameters.
+
+    Returns:
+      A dict from the index of a leaf to its axis.
+    """
     table = {_leaves.join(names): i for i, (names, _) in enumerate(leaves)}
     found, sizes = {}, set()
     for path, axis in self.axes.items():
@@ -56,13 +70,26 @@ class Coupling:
 class CoupledPruning(pruners.MagnitudePruning):
   """Keep the neurons, filters or heads of largest mean |w| (Li et al., 2016).
 
-  The units of a coupling are scored by the mean of `Channel`'s scores over its
-  leaves and masked in all of them, so that `sparse.shrink` can remove them from
-  the arrays. `sparsity` is the fraction of units removed; a leaf in two
-  couplings, which loses rows and columns, ends sparser than that.
+  The score of a unit is the mean of |w| over its slice of a leaf, averaged over
+  the leaves of the coupling. A removed unit is masked in all of them, so that
+  `sparse.shrink` can remove it from the arrays. The sparsity is the fraction of
+  units removed. A leaf in two couplings loses rows and columns and becomes
+  sparser than that.
 
   Attributes:
-    couplings: which slices go together; other leaves stay dense.
+    couplings: the slices that are removed together; other leaves stay dense.
+
+  Example:
+    >>> import functools, jax.numpy as jnp, jaxpruner
+    >>> from jaxpruner import structures
+    >>> pruner = structures.CoupledPruning(
+    ...   couplings=(structures.Coupling({"up": -1, "down": -2}),),
+    ...   sparsity_distribution_fn=functools.partial(
+    ...     jaxpruner.sparsity_distributions.uniform, sparsity=0.5))
+    >>> params = {"up": jnp.array([[1.0, 5]]), "down": jnp.array([[1.0], [2]])}
+    >>> masks = pruner.instant_sparsify(params)[1]
+    >>> masks["up"].tolist(), masks["down"].tolist()
+    ([[0, 1]], [[0], [1]])
   """
 
   couplings: tuple[Coupling, ...] = ()
@@ -107,8 +134,25 @@ class CoupledPruning(pruners.MagnitudePruning):
 def permute(params: Any, order: Any, coupling: Coupling) -> Any:
   """Return the parameters with the slices of a coupling in another order.
 
-  The network computes the same: what one layer puts out in a new order, the
-  next takes in that order. List the biases too.
+  The network computes the same function: one layer's outputs and the next
+  layer's inputs are permuted alike. The coupling must contain the biases too.
+
+  Args:
+    params: the parameters.
+    order: the index of the old slice for each new slice.
+    coupling: the leaves to permute, and their axes.
+
+  Returns:
+    A tree like `params`.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> from jaxpruner import structures
+    >>> params = {"up": jnp.array([[1.0, 5]]), "down": jnp.array([[1.0], [2]])}
+    >>> coupling = structures.Coupling({"up": -1, "down": -2})
+    >>> new = structures.permute(params, [1, 0], coupling)
+    >>> new["up"].tolist(), new["down"].tolist()
+    ([[5.0, 1.0]], [[2.0], [1.0]])
   """
   leaves, treedef = _leaves.flatten_with_names(params)
   axes = coupling.find(leaves)

@@ -9,17 +9,26 @@ from jaxpruner.algorithms import pruners, transforms
 
 @dataclasses.dataclass(eq=False)
 class CrAM(pruners.MagnitudePruning):
-  """Prune by |w| a network trained to bear it (Peste et al., 2022).
+  """Prune by |w| a network that was trained for it (Peste et al., 2022).
 
-  Each step uses the gradient at the pruned ascent point `C(w + rho·∇L(w))`,
-  `C` being the largest |w| at the target sparsity, and with `dense_gradient`
-  (CrAM+) the one at `w` too. Pass the gradient function along:
-  `tx.update(grads, state, params, grad_fn=jax.grad(loss))`. The paper prunes
-  once after training: a `OneShotSchedule` at the last step does.
+  Compression-aware minimization: each step uses the gradient at the point `C(w
+  + rho·∇L(w))`, where `C` keeps the largest |w| at the target sparsity.
+  `dense_gradient` (CrAM+) adds the gradient at `w`. Pass the gradient function
+  to each update: `tx.update(grads, state, params, grad_fn=jax.grad(loss))`. The
+  paper prunes once after training, for which a `OneShotSchedule` at the last
+  step is suitable.
 
   Attributes:
     rho: length of the ascent step.
-    dense_gradient: whether the gradient at the parameters themselves is added.
+    dense_gradient: whether the gradient at `w` is added.
+
+  Example:
+    >>> import functools, jax.numpy as jnp, jaxpruner
+    >>> pruner = jaxpruner.CrAM(
+    ...   rho=0.1, sparsity_distribution_fn=functools.partial(
+    ...     jaxpruner.sparsity_distributions.uniform, sparsity=0.5))
+    >>> pruner.compress(jnp.array([[3.0, -1, 2, -4]])).tolist()
+    [[3.0, 0.0, 0.0, -4.0]]
   """
 
   rho: float = 0.05
@@ -37,7 +46,14 @@ class CrAM(pruners.MagnitudePruning):
     _view.check_number(self, "rho")
 
   def compress(self, params):
-    """Return the parameters as they would be pruned now."""
+    """Return the parameters pruned to the target sparsity.
+
+    Args:
+      params: the parameters.
+
+    Returns:
+      A tree like `params`; removed weights are zero.
+    """
     scores = self.calculate_scores(params)
     masks = self.create_masks(scores, self.target_sparsities(params))
     return self.apply_masks(params, masks, is_packed=False)

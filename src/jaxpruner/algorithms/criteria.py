@@ -1,9 +1,9 @@
-"""Criteria: which kept weights are dropped, and which others grow?
+"""Criteria: which kept weights are dropped, and which other weights grow?
 
-A criterion scores every weight from what is `Seen` at a mask update. The lowest
-scores among the kept weights drop, the highest among the others grow. One of
-your own is a frozen dataclass with `__call__(seen)`, and `needs` if it reads
-more than the weights.
+A criterion gives every weight a score, from the values in `Seen` at a mask
+update. The kept weights with the lowest scores are dropped, the other weights
+with the highest scores grow. A new one is a frozen dataclass with
+`__call__(seen)`, and with `needs` if it reads more than the weights.
 """
 
 import dataclasses
@@ -19,13 +19,21 @@ PyTree: TypeAlias = Any
 
 
 class Seen(NamedTuple):
-  """What a mask update looks at.
+  """Hold the values that criteria read at a mask update.
 
   Attributes:
-    params: the parameters, pruned ones at zero.
-    grads: this step's gradients of all of them, pruned or not.
+    params: the parameters; pruned weights are zero.
+    grads: the gradients of this step, of pruned weights too.
     momentum: the running mean of the gradients, if a part needs "momentum".
-    draw: returns a tree of uniform scores, other ones at each update.
+    draw: returns a tree of uniform scores, different at each mask update.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> from jaxpruner import criteria
+    >>> grads = jnp.array([-3.0, 0.0])
+    >>> seen = criteria.Seen(jnp.array([1.0, -2.0]), grads=grads)
+    >>> criteria.Gradient()(seen).tolist()
+    [3.0, 0.0]
   """
 
   params: PyTree
@@ -36,18 +44,46 @@ class Seen(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Criterion:
-  """Base of the criteria."""
+  """Score every weight at a mask update; the base of criteria.
+
+  Attributes:
+    needs: the values it reads beside the weights, as in `Category.needs`.
+
+  Example:
+    >>> import dataclasses, jax.numpy as jnp
+    >>> from jaxpruner import criteria
+    >>> @dataclasses.dataclass(frozen=True)
+    ... class Signed(criteria.Criterion):
+    ...   def __call__(self, seen):
+    ...     return seen.params
+    >>> Signed()(criteria.Seen(jnp.array([1.0, -2.0]))).tolist()
+    [1.0, -2.0]
+  """
 
   needs: ClassVar[frozenset[str]] = frozenset()
 
   def __call__(self, seen: Seen) -> PyTree:
-    """Return a tree of scores like the parameters."""
+    """Return the scores.
+
+    Args:
+      seen: the values of this mask update.
+
+    Returns:
+      A tree of scores like the parameters.
+    """
     raise NotImplementedError
 
 
 @dataclasses.dataclass(frozen=True)
 class Magnitude(Criterion):
-  """|w|: what contributes little drops (Han et al., 2015)."""
+  """Score a weight by |w| (Han et al., 2015).
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> from jaxpruner import criteria
+    >>> criteria.Magnitude()(criteria.Seen(jnp.array([1.0, -2.0]))).tolist()
+    [1.0, 2.0]
+  """
 
   def __call__(self, seen: Seen) -> PyTree:
     return jax.tree.map(jnp.abs, seen.params)
@@ -55,7 +91,20 @@ class Magnitude(Criterion):
 
 @dataclasses.dataclass(frozen=True)
 class Gradient(Criterion):
-  """|∂L/∂w|: what would lower the loss most grows (Evci et al., 2020)."""
+  """Score a weight by |∂L/∂w| (Evci et al., 2020).
+
+  A weight at zero with a large gradient lowers the loss fastest when it grows.
+
+  Attributes:
+    needs: "gradients".
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> from jaxpruner import criteria
+    >>> seen = criteria.Seen(jnp.zeros(2), grads=jnp.array([-3.0, 1.0]))
+    >>> criteria.Gradient()(seen).tolist()
+    [3.0, 1.0]
+  """
 
   needs: ClassVar[frozenset[str]] = frozenset({"gradients"})
 
@@ -65,8 +114,20 @@ class Gradient(Criterion):
 
 @dataclasses.dataclass(frozen=True)
 class Momentum(Criterion):
-  """|running mean of ∂L/∂w|: as `Gradient`, over many batches (Dettmers &
-  Zettlemoyer, 2019).
+  """Score a weight by its |momentum| (Dettmers & Zettlemoyer, 2019).
+
+  The momentum is the running mean of ∂L/∂w, so it covers many batches where
+  `Gradient` covers one.
+
+  Attributes:
+    needs: "gradients" and their "momentum".
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> from jaxpruner import criteria
+    >>> seen = criteria.Seen(jnp.zeros(2), momentum=jnp.array([-3.0, 1.0]))
+    >>> criteria.Momentum()(seen).tolist()
+    [3.0, 1.0]
   """
 
   needs: ClassVar[frozenset[str]] = frozenset({"gradients", "momentum"})
@@ -82,7 +143,20 @@ class Momentum(Criterion):
 
 @dataclasses.dataclass(frozen=True)
 class Random(Criterion):
-  """A uniform draw, another one at each update (Mocanu et al., 2018)."""
+  """Score a weight by a random number (Mocanu et al., 2018).
+
+  Each mask update draws different numbers.
+
+  Attributes:
+    needs: "random" numbers.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> from jaxpruner import criteria
+    >>> draw = lambda: jnp.array([0.25, 0.75])  # an updater supplies this
+    >>> criteria.Random()(criteria.Seen(jnp.zeros(2), draw=draw)).tolist()
+    [0.25, 0.75]
+  """
 
   needs: ClassVar[frozenset[str]] = frozenset({"random"})
 
@@ -93,10 +167,21 @@ class Random(Criterion):
 
 @dataclasses.dataclass(frozen=True)
 class MagnitudeGradient(Criterion):
-  """|w| + weight · |∂L/∂w|: small, and not about to change (Yuan et al., 2021).
+  """Score a weight by |w| + weight · |∂L/∂w| (Yuan et al., 2021).
+
+  The score is low for a weight that is small and changes slowly.
 
   Attributes:
-    weight: how much the gradient counts.
+    weight: factor of the gradient.
+    needs: "gradients".
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> from jaxpruner import criteria
+    >>> grads = jnp.array([-3.0, 1.0])
+    >>> seen = criteria.Seen(jnp.array([1.0, -2.0]), grads=grads)
+    >>> criteria.MagnitudeGradient(weight=2.0)(seen).tolist()
+    [7.0, 4.0]
   """
 
   weight: float = 1.0

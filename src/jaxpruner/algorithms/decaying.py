@@ -1,4 +1,4 @@
-"""Masks that fade in."""
+"""Masks that take effect gradually."""
 
 import dataclasses
 from typing import Any, ClassVar
@@ -12,13 +12,28 @@ from jaxpruner.algorithms import pruners
 
 @dataclasses.dataclass(eq=False)
 class DecayingMaskPruning(pruners.MagnitudePruning):
-  """Fade the weights that will go, at the final sparsity (Kao et al., 2022).
+  """Scale the weights to be removed gradually to zero (Kao et al., 2022).
 
-  The forward pass sees `w` where the mask of the target keeps it and `β · w`
-  elsewhere; `β` falls from 1 to 0 along the schedule (`power=1`: the paper's
-  linear decay) and gradients flow accordingly. Until `β` is 0 every weight is
-  in use, and `state.masks` says so. Meant for N:M; structure decay, the paper's
-  other recipe, is `MagnitudePruning` with `NByM` and a ramp.
+  The mask `m` has the target sparsity from the start. The forward pass uses `w`
+  where `m = 1` and `β · w` where `m = 0`; gradients are scaled in the same way.
+  `β` falls from 1 to 0 along the schedule; `power=1` is the paper's linear
+  decay. While `β` is above 0, every weight is used, and `state.masks` contains
+  ones only. The method is designed for N:M sparsity. The paper's other method,
+  structure decay, is `MagnitudePruning` with `NByM` and a gradual schedule. The
+  attributes are those of `BaseUpdater`.
+
+  Example:
+    >>> import functools, jax.numpy as jnp, jaxpruner
+    >>> pruner = jaxpruner.DecayingMaskPruning(
+    ...   scheduler=jaxpruner.sparsity_schedules.PolynomialSchedule(
+    ...     1, 0, 4, power=1),
+    ...   sparsity_distribution_fn=functools.partial(
+    ...     jaxpruner.sparsity_distributions.uniform, sparsity=0.5))
+    >>> params = jnp.array([[3.0, -1, 2, -4]])
+    >>> state = pruner.init_state(params)._replace(count=2)
+    >>> state = pruner.update_state(state, params, None)
+    >>> pruner.pre_forward_update(params, state).tolist()  # β = 1/2
+    [[3.0, -0.5, 1.0, -4.0]]
   """
 
   category: ClassVar[base_updater.Category] = base_updater.Category(
@@ -32,7 +47,14 @@ class DecayingMaskPruning(pruners.MagnitudePruning):
     return self.view(params).store(map(jnp.ones_like, jax.tree.leaves(masks)))
 
   def fading(self, step: Any) -> jax.Array:
-    """Return β, the part of a fading weight that is left at a step."""
+    """Return β, the factor of the weights to be removed.
+
+    Args:
+      step: the step, may be traced.
+
+    Returns:
+      A float32 scalar from 1 to 0.
+    """
     return 1 - self.scheduler.get_sparsity_at_step(jnp.float32(1), step)
 
   def update_state(self, sparse_state, params, grads, **extra):
@@ -50,7 +72,15 @@ class DecayingMaskPruning(pruners.MagnitudePruning):
     return state._replace(stats=faint)
 
   def pre_forward_update(self, params, opt_state):
-    """Return the parameters, those that will go faded."""
+    """Return the parameters; weights to be removed are multiplied by β.
+
+    Args:
+      params: the parameters.
+      opt_state: the optimizer's state, which holds a `SparseState`.
+
+    Returns:
+      A tree like `params`.
+    """
     state = base_updater.find_state(opt_state)
     beta = self.fading(state.count)
     fade = lambda param, mask: jnp.where(

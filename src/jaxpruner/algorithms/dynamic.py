@@ -22,11 +22,28 @@ def _category(paper: str, cost: str, *needs: str, **changes: Any):
 
 @dataclasses.dataclass(eq=False)
 class SNFS(sparse_trainers.Rewiring):
-  """Drop the smallest |w|, grow and share out by momentum (Dettmers &
-  Zettlemoyer, 2019).
+  """Drop the smallest |w|, grow by momentum (Dettmers & Zettlemoyer, 2019).
 
-  Weights grow where the running mean of the gradient is largest, and leaves
-  whose weights have a larger mean get more of what all dropped.
+  Sparse networks from scratch: weights grow where `|E[∂L/∂w]|`, the running
+  mean of the gradient, is largest. All leaves drop weights into one budget; a
+  leaf gets a share of it in proportion to the mean |momentum| of its kept
+  weights. The other attributes are those of `Rewiring`.
+
+  Attributes:
+    drop_fraction: fraction of the kept weights dropped at the first update.
+    grow: scores of the weights that are not kept; the highest grow.
+    redistribute: each leaf's share of the dropped weights.
+
+  Example:
+    >>> import functools, jax.numpy as jnp, jaxpruner
+    >>> pruner = jaxpruner.SNFS(
+    ...   continue_sparse=True, sparsity_distribution_fn=functools.partial(
+    ...     jaxpruner.sparsity_distributions.uniform, sparsity=0.5))
+    >>> params, grads = jnp.array([[4.0, 3, 0, 0]]), jnp.array([[0.0, 0, 1, 5]])
+    >>> state = pruner.init_state(params)._replace(count=1)
+    >>> state = pruner.on_gradients(state, params, grads)
+    >>> pruner.update_state(state, params, grads).masks.tolist()
+    [[1, 0, 0, 1]]
   """
 
   drop_fraction: float = 0.5
@@ -42,13 +59,28 @@ class SNFS(sparse_trainers.Rewiring):
 
 @dataclasses.dataclass(eq=False)
 class ITOP(sparse_trainers.RigL):
-  """RigL that explores more, and measures it (Liu et al., 2021).
+  """Explore more weights than RigL does, and measure it (Liu et al., 2021).
 
-  The share of weights ever trained decides how good sparse training gets: half
-  of the kept weights are replaced at first, and the union of all masks is
-  tracked (`state_metrics(opt_state)["exploration"]`). Update rarely, so that
-  grown weights have time to matter. To measure any other trainer's
-  exploration, give it `track_exploration=True`.
+  `RigL` with a larger `drop_fraction`. The quality of sparse training depends
+  on the share of weights that were ever trained: `|m₀ ∪ m₁ ∪ …| / |w|`. The
+  union of all masks is kept in the state, and `state_metrics(opt_state)`
+  returns that share as "exploration". Update masks rarely, so that grown
+  weights have time to become large. `track_exploration=True` measures the
+  exploration of any other algorithm. The other attributes are those of
+  `Rewiring`.
+
+  Attributes:
+    drop_fraction: fraction of the kept weights dropped at the first update.
+    track_exploration: whether the union of all masks is kept.
+
+  Example:
+    >>> import functools, jax.numpy as jnp, jaxpruner
+    >>> pruner = jaxpruner.ITOP(
+    ...   sparsity_distribution_fn=functools.partial(
+    ...     jaxpruner.sparsity_distributions.uniform, sparsity=0.75))
+    >>> state = pruner.init_state(jnp.ones((4, 4)))
+    >>> float(jaxpruner.state_metrics(state)["exploration"])
+    0.25
   """
 
   drop_fraction: float = 0.5
@@ -65,8 +97,23 @@ class ITOP(sparse_trainers.RigL):
 class MEST(sparse_trainers.Rewiring):
   """Drop the smallest |w| + λ|∂L/∂w|, grow at random (Yuan et al., 2021).
 
-  Elastic mutation: the fraction replaced falls in a straight line to none at
-  the end of the schedule. λ is `drop=criteria.MagnitudeGradient(weight=λ)`.
+  Elastic mutation: at step `t` of `T` the fraction `α·(1 − t/T)` of the kept
+  weights is replaced, where `α` is `drop_fraction`. λ is set by
+  `drop=criteria.MagnitudeGradient(weight=λ)`. The other attributes are those of
+  `Rewiring`.
+
+  Attributes:
+    drop: scores of the kept weights; the lowest are dropped.
+
+  Example:
+    >>> import functools, jax.numpy as jnp, jaxpruner
+    >>> pruner = jaxpruner.MEST(
+    ...   continue_sparse=True, sparsity_distribution_fn=functools.partial(
+    ...     jaxpruner.sparsity_distributions.uniform, sparsity=0.5))
+    >>> params, grads = jnp.array([[4.0, 3, 0, 0]]), jnp.array([[0.0, 5, 0, 0]])
+    >>> state = pruner.init_state(params)
+    >>> pruner.drop_scores(params, state, grads).tolist()
+    [[4.0, 8.0, 0.0, 0.0]]
   """
 
   drop: Callable[[criteria.Seen], Any] = criteria.MagnitudeGradient()
@@ -78,6 +125,15 @@ class MEST(sparse_trainers.Rewiring):
   )
 
   def drop_fraction_at(self, step):
+    """Return the fraction of kept weights to replace at a step.
+
+    Args:
+      step: the step, may be traced.
+
+    Returns:
+      A scalar that falls linearly to 0 at the end of the schedule, or the value
+      of `drop_fraction_fn`.
+    """
     end = getattr(self.scheduler, "update_end_step", None)
     if self.drop_fraction_fn is not None or not end:
       return super().drop_fraction_at(step)
@@ -87,10 +143,25 @@ class MEST(sparse_trainers.Rewiring):
 
 @dataclasses.dataclass(eq=False)
 class SRigL(sparse_trainers.RigL):
-  """RigL in which every neuron keeps equally many inputs (Lasby et al., 2023).
+  """Drop |w|, grow |∂L/∂w| at constant fan-in (Lasby et al., 2023).
 
-  Constant fan-in: the smallest |w| of the leaf are dropped, then each neuron is
-  refilled to its own number by the largest gradients. Neurons are not ablated.
+  RigL in which every neuron keeps the same number of inputs: the smallest |w|
+  of the leaf are dropped, then each neuron grows its weights with the largest
+  |∂L/∂w| until it has its `k = (1 − s)·fan_in` inputs again. The paper also
+  removes whole neurons; this class does not. The other attributes are those of
+  `Rewiring`.
+
+  Attributes:
+    sparsity_type: the structure of the masks.
+
+  Example:
+    >>> import functools, jax.numpy as jnp, jaxpruner
+    >>> pruner = jaxpruner.SRigL(
+    ...   sparsity_distribution_fn=functools.partial(
+    ...     jaxpruner.sparsity_distributions.uniform, sparsity=0.5))
+    >>> masks = pruner.init_state(jnp.ones((4, 3))).masks
+    >>> masks.sum(0).tolist()  # of 4 inputs each
+    [2, 2, 2]
   """
 
   sparsity_type: Any = sparsity_types.ConstantFanIn()
@@ -104,15 +175,26 @@ class SRigL(sparse_trainers.RigL):
 
 @dataclasses.dataclass(eq=False)
 class GraNet(sparse_trainers.RigL):
-  """Prune gradually, and regrow at each step of it (Liu et al., 2021).
+  """Prune gradually, and regrow weights at each mask update (Liu et al., 2021).
 
-  At each update the smallest |w| are pruned to the schedule's sparsity; of what
-  remains, another fraction of the smallest is replaced by the weights with the
-  largest |∂L/∂w|.
+  Each mask update has two parts. It prunes the smallest |w| until the leaf has
+  the schedule's sparsity `s(t)`. Then it drops a further fraction of the
+  smallest |w| and grows the same number of weights, those with the largest
+  |∂L/∂w|. The other attributes are those of `Rewiring`.
 
   Attributes:
-    start_share: the share of the target sparsity in force from the start, at
-      random: 0 starts dense; 0.55 starts at 50 % for a target of 90 %.
+    skip_gradients: whether the optimizer rests on steps that update masks.
+    start_share: the share of the target sparsity that is in force from the
+      start, with random masks: 0 starts dense; 0.55 starts at 50 % for a target
+      of 90 %.
+
+  Example:
+    >>> import jax.numpy as jnp, jaxpruner
+    >>> pruner = jaxpruner.create_updater_from_config(
+    ...   {"algorithm": "granet", "sparsity": 0.8, "total_steps": 100,
+    ...    "start_share": 0.5})
+    >>> int(pruner.init_state(jnp.ones((10, 10))).masks.sum())
+    60
   """
 
   skip_gradients: bool = False
@@ -164,16 +246,31 @@ class GraNet(sparse_trainers.RigL):
 
 @dataclasses.dataclass(eq=False)
 class DSR(sparse_trainers.Rewiring):
-  """Drop |w| below one threshold for all leaves, grow at random where weights
-  survive (Mostafa & Wang, 2019).
+  """Drop |w| below one global threshold, grow at random (Mostafa & Wang, 2019).
 
-  The threshold doubles when an update dropped too few weights and halves when
-  it dropped too many, measured against `drop_fraction` of all. What was dropped
-  is shared out in proportion to what each leaf has left.
+  Dynamic sparse reparameterization: a weight is dropped if `|w| < H`. The
+  threshold `H` doubles when an update dropped too few weights and halves when
+  it dropped too many, compared with `drop_fraction` of all kept weights. The
+  dropped weights of all leaves form one budget, and a leaf grows a share of it
+  in proportion to its remaining weights. The other attributes are those of
+  `Rewiring`.
 
   Attributes:
-    threshold: |w| below which weights drop, at first.
-    tolerance: relative deviation that leaves the threshold alone.
+    redistribute: each leaf's share of the dropped weights.
+    threshold: the first value of `H`.
+    tolerance: relative deviation up to which `H` does not change.
+
+  Example:
+    >>> import functools, jax.numpy as jnp, jaxpruner
+    >>> pruner = jaxpruner.DSR(
+    ...   threshold=3.5, continue_sparse=True,
+    ...   sparsity_distribution_fn=functools.partial(
+    ...     jaxpruner.sparsity_distributions.uniform, sparsity=0.5))
+    >>> params = jnp.array([[4.0, 3, 0, 0]])
+    >>> state = pruner.init_state(params)._replace(count=1)
+    >>> new = pruner.update_state(state, params, None)
+    >>> float(new.stats["threshold"])  # 1 of 2 dropped, more than 30 %
+    1.75
   """
 
   redistribute: Callable[..., Any] | None = redistribution.BySurvivors()
@@ -193,7 +290,7 @@ class DSR(sparse_trainers.Rewiring):
   def survivors(self, state, totals, active, scores):
     limit = state.stats["threshold"]
     left = [
-      # One stays, or the leaf would never get a weight again.
+      # Keep one: the share of a leaf without weights would stay 0.
       jnp.maximum(1, jnp.sum(a & (engine.value(s) >= limit), dtype=jnp.int32))
       for a, s in zip(active, scores, strict=True)
     ]
@@ -223,15 +320,31 @@ class DSR(sparse_trainers.Rewiring):
 class DeepR(sparse_trainers.Rewiring):
   """Drop weights that would change sign, grow at random (Bellec et al., 2018).
 
-  Every connection has a sign of its own, that of its initial weight. A weight
-  that an update would carry past zero stops there, is dropped at the next mask
-  update, and another connection grows in its place. A penalty pulls weights to
-  zero and noise makes them wander: both are what one step adds to a weight, the
-  paper's `ηα` and `√(2ηT)`.
+  Deep rewiring: every weight has a fixed sign, that of its initial value. If an
+  optimizer step would move a weight past zero, the weight becomes zero; the
+  next mask update drops it and grows another one at random. Each step adds
+  `−ηα·sign(w) + √(2ηT)·ε` to a kept weight: a penalty that moves it towards
+  zero and normal noise. The other attributes are those of `Rewiring`.
 
   Attributes:
-    penalty: by how much each step moves a kept weight towards zero.
-    noise: standard deviation of what each step adds to a kept weight.
+    skip_gradients: whether the optimizer rests on steps that update masks.
+    penalty: distance that each step moves a kept weight towards zero, the
+      paper's `ηα`.
+    noise: standard deviation of the noise that each step adds to a kept weight,
+      the paper's `√(2ηT)`.
+
+  Example:
+    >>> import functools, jax.numpy as jnp, jaxpruner, optax
+    >>> pruner = jaxpruner.DeepR(
+    ...   scheduler=jaxpruner.sparsity_schedules.PeriodicSchedule(10, 5),
+    ...   penalty=0.0, noise=0.0, continue_sparse=True,
+    ...   sparsity_distribution_fn=functools.partial(
+    ...     jaxpruner.sparsity_distributions.uniform, sparsity=0.5))
+    >>> params, grads = jnp.array([[4.0, 3, 0, 0]]), jnp.array([[5.0, 1, 1, 1]])
+    >>> tx = pruner.wrap_optax(optax.sgd(1.0))
+    >>> updates, state = tx.update(grads, tx.init(params), params)
+    >>> optax.apply_updates(params, updates).tolist()  # 4 - 5 stops at zero
+    [[0.0, 2.0, 0.0, 0.0]]
   """
 
   skip_gradients: bool = False

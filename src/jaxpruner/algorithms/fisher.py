@@ -1,4 +1,4 @@
-"""Second-order saliency: what the loss loses to second order."""
+"""Second-order saliency: the change of the loss to second order."""
 
 import dataclasses
 from typing import Any, ClassVar
@@ -11,7 +11,15 @@ from jaxpruner import _leaves, _view, base_updater
 
 
 def second_moments(view, inner_state):
-  """Return Adam's running mean of squared gradients per leaf, or `None`s."""
+  """Return Adam's running mean of squared gradients per leaf.
+
+  Args:
+    view: the prunable leaves.
+    inner_state: the state of the wrapped optimizer.
+
+  Returns:
+    An array per prunable leaf, or None where the optimizer has none.
+  """
   found = optax.tree_utils.tree_get_all_with_path(inner_state, "nu")
   columns = [_leaves.align(view.params, tree, "nu") for _, tree in found]
   return [
@@ -24,9 +32,21 @@ def second_moments(view, inner_state):
 class FisherPruning(base_updater.BaseUpdater):
   """Keep the largest `w² · E[(∂L/∂w)²]` of each leaf (Theis et al., 2018).
 
-  Optimal Brain Damage with the diagonal Fisher information for the Hessian,
-  read from the second moment that Adam and its kin keep anyway. An optimizer
-  without one, or a first step, offers the squared gradient of the batch.
+  Optimal Brain Damage, where the diagonal of the Fisher information replaces
+  the Hessian. The expectation is the second moment that Adam and similar
+  optimizers store. At the first step, and with an optimizer that stores no
+  second moment, the squared gradient of the batch is used. The attributes are
+  those of `BaseUpdater`.
+
+  Example:
+    >>> import functools, jax.numpy as jnp, jaxpruner
+    >>> pruner = jaxpruner.FisherPruning(
+    ...   sparsity_distribution_fn=functools.partial(
+    ...     jaxpruner.sparsity_distributions.uniform, sparsity=0.5))
+    >>> params = jnp.array([[3.0, -1, 2, -4]])
+    >>> grads = jnp.array([[0.0, 9, 5, 1]])
+    >>> pruner.instant_sparsify(params, grads)[1].tolist()
+    [[0, 1, 1, 0]]
   """
 
   category: ClassVar[base_updater.Category] = base_updater.Category(
@@ -56,15 +76,24 @@ class FisherPruning(base_updater.BaseUpdater):
 class WoodFisherPruning(base_updater.BaseUpdater):
   """Keep the largest `w² / [F⁻¹]ᵢᵢ` (Singh & Alistarh, 2020).
 
-  Optimal Brain Surgeon with the empirical Fisher `F = λI + 1/N Σ g gᵀ` of the
-  last `window` batch gradients, in blocks of `block_size` consecutive weights
-  (of any length, as in M-FAC: Woodbury's identity inverts only an N × N
-  matrix). `λ` is `damping` times the mean diagonal of the leaf.
+  Optimal Brain Surgeon with the empirical Fisher matrix `F = λI + 1/N Σ g gᵀ`
+  of the last `window` batch gradients. The matrix is divided into blocks of
+  `block_size` consecutive weights. Woodbury's identity inverts an N × N matrix
+  per block, so blocks may have any length, as in M-FAC (Frantar et al., 2021).
 
   Attributes:
-    window: gradients kept, each as large as the parameters.
-    block_size: weights in a block of the Fisher matrix.
-    damping: λ relative to the mean diagonal.
+    window: number of gradients stored, each as large as the parameters.
+    block_size: number of weights in a block of the Fisher matrix.
+    damping: λ relative to the mean diagonal of the leaf's Fisher matrix.
+
+  Example:
+    >>> import functools, jax.numpy as jnp, jaxpruner
+    >>> pruner = jaxpruner.WoodFisherPruning(
+    ...   window=4, sparsity_distribution_fn=functools.partial(
+    ...     jaxpruner.sparsity_distributions.uniform, sparsity=0.5))
+    >>> grads = jnp.array([[1.0, 3, 0, 2]])
+    >>> pruner.instant_sparsify(jnp.ones((1, 4)), grads)[1].tolist()
+    [[0, 1, 0, 1]]
   """
 
   window: int = 16
@@ -124,8 +153,8 @@ class WoodFisherPruning(base_updater.BaseUpdater):
     g = flat.reshape(count, -1, block).swapaxes(0, 1) / jnp.sqrt(lam)
     gram = count * jnp.eye(count) + g @ g.swapaxes(1, 2)
 
-    # XLA's own factorisations of many small matrices are slow on CPU; one
-    # elimination of all blocks at once is a few fused passes.
+    # XLA's factorizations of many small matrices are slow on CPU. Eliminating
+    # in all blocks at once takes a few fused passes.
     def eliminate(r, carry):
       rows, inverse = carry
       row = rows[:, r]

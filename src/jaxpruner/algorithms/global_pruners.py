@@ -14,14 +14,26 @@ from jaxpruner.sparsity_distributions import allocation
 
 @dataclasses.dataclass(eq=False)
 class GlobalPruning(base_updater.BaseUpdater):
-  """Base of the algorithms that rank the weights of all leaves together.
+  """Rank the weights of all leaves together; the base of global algorithms.
 
   Attributes:
-    sparsity: fraction removed of all pruned leaves together.
-    filter_fn: `(names, param) -> bool`, the leaves to prune.
-    custom_sparsity_map: exact path or glob to a sparsity of its own; these
-      leaves are ranked by themselves.
-    use_normalization: divide each leaf's scores by their L2 norm first.
+    sparsity: the fraction removed of all pruned leaves together.
+    filter_fn: `(names, param) -> bool`, selects the leaves to prune.
+    custom_sparsity_map: maps an exact path or a glob to a sparsity; each of
+      these leaves is ranked alone.
+    use_normalization: divide the scores of each leaf by their L2 norm first.
+
+  Example:
+    >>> import dataclasses, jax.numpy as jnp
+    >>> from jaxpruner.algorithms.global_pruners import GlobalPruning
+    >>> @dataclasses.dataclass(eq=False)
+    ... class LargestWeights(GlobalPruning):
+    ...   def calculate_scores(self, params, sparse_state=None, grads=None):
+    ...     return params
+    >>> params = {"u": jnp.array([[1.0, 2]]), "v": jnp.array([[-3.0, 4]])}
+    >>> masks = LargestWeights(sparsity=0.5).instant_sparsify(params)[1]
+    >>> masks["u"].tolist(), masks["v"].tolist()
+    ([[0, 1]], [[0, 1]])
   """
 
   sparsity: float = 0.0
@@ -36,9 +48,25 @@ class GlobalPruning(base_updater.BaseUpdater):
 class GlobalMagnitudePruning(GlobalPruning):
   """Keep the largest |w| of all leaves together.
 
-  One threshold `τ` for the whole network, `m = [|w| > τ]`: each leaf gives what
-  it can spare, and a leaf of small weights may give everything, which is
-  reported. `use_normalization=True` ranks `|w| / ‖w‖` of each leaf instead.
+  One threshold `τ` applies to the whole network: `m = [|w| > τ]`. The sparsity
+  of each leaf follows from its weights. A leaf of small weights may lose all of
+  them; a warning names it. `use_normalization=True` ranks `|w| / ‖w‖` of each
+  leaf instead.
+
+  Attributes:
+    sparsity: the fraction removed of all pruned leaves together.
+    filter_fn: `(names, param) -> bool`, selects the leaves to prune.
+    custom_sparsity_map: maps an exact path or a glob to a sparsity; each of
+      these leaves is ranked alone.
+    use_normalization: divide the scores of each leaf by their L2 norm first.
+
+  Example:
+    >>> import jax.numpy as jnp, jaxpruner
+    >>> params = {"u": jnp.array([[1.0, 4]]), "v": jnp.array([[3.0, -5]])}
+    >>> pruner = jaxpruner.GlobalMagnitudePruning(sparsity=0.25)
+    >>> masks = pruner.instant_sparsify(params)[1]
+    >>> masks["u"].tolist(), masks["v"].tolist()
+    ([[0, 1]], [[1, 1]])
   """
 
   category: ClassVar[base_updater.Category] = pruners.MagnitudePruning.category
@@ -52,8 +80,25 @@ class GlobalMagnitudePruning(GlobalPruning):
 class GlobalSaliencyPruning(GlobalPruning):
   """Keep the largest |w · ∂L/∂w| of all leaves together.
 
-  The first-order change of the loss if a weight were removed, ranked over the
-  whole network: unlike magnitudes, such changes can be compared across leaves.
+  The score is the change of the loss, to first order, if the weight were
+  removed. Unlike magnitudes, these changes have the same unit in every leaf, so
+  one ranking over the whole network is meaningful.
+
+  Attributes:
+    sparsity: the fraction removed of all pruned leaves together.
+    filter_fn: `(names, param) -> bool`, selects the leaves to prune.
+    custom_sparsity_map: maps an exact path or a glob to a sparsity; each of
+      these leaves is ranked alone.
+    use_normalization: divide the scores of each leaf by their L2 norm first.
+
+  Example:
+    >>> import jax.numpy as jnp, jaxpruner
+    >>> params = {"u": jnp.array([[1.0, 4]]), "v": jnp.array([[3.0, -5]])}
+    >>> grads = {"u": jnp.array([[9.0, 1]]), "v": jnp.array([[0.0, 1]])}
+    >>> pruner = jaxpruner.GlobalSaliencyPruning(sparsity=0.5)
+    >>> masks = pruner.instant_sparsify(params, grads)[1]
+    >>> masks["u"].tolist(), masks["v"].tolist()
+    ([[1, 0]], [[0, 1]])
   """
 
   category: ClassVar[base_updater.Category] = pruners.SaliencyPruning.category
@@ -67,8 +112,23 @@ class GlobalSaliencyPruning(GlobalPruning):
 class LampPruning(GlobalPruning):
   """Keep the largest LAMP scores of all leaves together (Lee et al., 2021).
 
-  `w²` over the sum of the leaf's squares that are not smaller: the change of
-  the layer's output, to which no layer is ever sacrificed whole.
+  The score of a weight is `w² / Σ u²`, where the sum runs over all weights `u`
+  of its leaf with `|u| ≥ |w|`. The largest weight of each leaf has the score 1,
+  so no leaf is removed completely while others have smaller scores.
+
+  Attributes:
+    sparsity: the fraction removed of all pruned leaves together.
+    filter_fn: `(names, param) -> bool`, selects the leaves to prune.
+    custom_sparsity_map: maps an exact path or a glob to a sparsity; each of
+      these leaves is ranked alone.
+    use_normalization: divide the scores of each leaf by their L2 norm first.
+
+  Example:
+    >>> import jax.numpy as jnp, jaxpruner
+    >>> params = {"u": jnp.array([[1.0, 2]]), "v": jnp.array([[30.0, 40]])}
+    >>> masks = jaxpruner.LampPruning(sparsity=0.5).instant_sparsify(params)[1]
+    >>> masks["u"].tolist(), masks["v"].tolist()
+    ([[0, 1]], [[0, 1]])
   """
 
   category: ClassVar[base_updater.Category] = base_updater.Category(

@@ -13,22 +13,38 @@ from jaxpruner.algorithms import global_pruners
 
 
 def _rounds(sparsity: float) -> int:
-  """Return the trainings until a sparsity is reached, 20 % off in each."""
+  """Return the number of trainings that reach a sparsity at 20 % per round."""
   return 1 + math.ceil(math.log(1 - sparsity) / math.log(0.8) - 1e-9)
 
 
 @dataclasses.dataclass(eq=False)
 class IterativeMagnitudePruning(global_pruners.GlobalMagnitudePruning):
-  """Prune a fifth of what is left, rewind, train again (Frankle et al., 2020).
+  """Prune a fifth of the weights, rewind, train again (Frankle et al., 2020).
 
-  At every mask update the smallest |w| of all leaves go, and weights and
-  optimizer return to what they were after `rewind_step` steps: 0 is the
-  initialization (Frankle & Carbin, 2019). A `GeometricSchedule` gives the
-  rounds; the training must be as long as all of them. `tickets.find_ticket`
-  does the same around a training function of your own.
+  Each mask update removes the smallest |w| of all leaves together, so that
+  after round `k` a share `0.8^k` of the weights remains. It also resets weights
+  and optimizer state to their values after `rewind_step` steps; 0 is the
+  initialization (Frankle & Carbin, 2019). A `GeometricSchedule` defines the
+  rounds, and one training must be long enough for all of them.
+  `tickets.find_ticket` does the same with your own training function. The other
+  attributes are those of `GlobalPruning`.
 
   Attributes:
     rewind_step: the step to go back to, before the first mask update.
+
+  Example:
+    >>> import jax.numpy as jnp, jaxpruner, optax
+    >>> pruner = jaxpruner.IterativeMagnitudePruning(
+    ...   sparsity=0.5,
+    ...   scheduler=jaxpruner.sparsity_schedules.OneShotSchedule(1))
+    >>> tx = pruner.wrap_optax(optax.sgd(1.0))
+    >>> params, grads = jnp.array([[4.0, 1.0]]), jnp.array([[1.0, 0.0]])
+    >>> state = tx.init(params)
+    >>> for _ in range(2):  # step 0 gives [[3, 1]], step 1 prunes and rewinds
+    ...   updates, state = tx.update(grads, state, params)
+    ...   params = optax.apply_updates(params, updates)
+    >>> params.tolist()
+    [[4.0, 0.0]]
   """
 
   rewind_step: int = 0

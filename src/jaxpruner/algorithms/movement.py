@@ -1,4 +1,4 @@
-"""Movement pruning: keep what training moves away from zero."""
+"""Movement pruning: keep the weights that training moves away from zero."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -14,10 +14,24 @@ from jaxpruner import _view, base_updater, sparsity_distributions
 class MovementPruning(base_updater.BaseUpdater):
   """Keep the weights that moved away from zero (Sanh et al., 2020).
 
-  The score of a weight is `S = -Σ w · ∂L/∂w` over the steps so far, the
-  gradient taken where the forward pass is masked, for masked weights too. The
-  weights themselves stay as they are while masked, and may return. Meant for
-  fine-tuning, where |w| says little.
+  The score of a weight is `S = -Σ w · ∂L/∂w`, a sum over the steps so far. The
+  gradient is that of the masked forward pass and reaches masked weights too.
+  Masked weights keep their values and may return. The method is designed for
+  fine-tuning, where |w| reflects the earlier training.
+
+  Attributes:
+    is_sparse_gradients: whether gradients of pruned weights are set to zero
+      before the optimizer sees them; the scores use the full gradients.
+
+  Example:
+    >>> import functools, jax.numpy as jnp, jaxpruner
+    >>> pruner = jaxpruner.MovementPruning(
+    ...   sparsity_distribution_fn=functools.partial(
+    ...     jaxpruner.sparsity_distributions.uniform, sparsity=0.5))
+    >>> params = jnp.array([[3.0, -1, 2, -4]])
+    >>> grads = jnp.array([[1.0, 1, -1, -1]])
+    >>> pruner.instant_sparsify(params, grads)[1].tolist()
+    [[0, 1, 1, 0]]
   """
 
   is_sparse_gradients: bool = True
@@ -37,7 +51,15 @@ class MovementPruning(base_updater.BaseUpdater):
     return view.put(None, zeros)
 
   def descend(self, scores, slope):
-    """Return the scores after a step; only their order matters here."""
+    """Return the scores after a step; only their order matters here.
+
+    Args:
+      scores: the scores of a leaf before the step.
+      slope: `w · ∂L/∂w` of the leaf.
+
+    Returns:
+      The scores after the step.
+    """
     return scores - slope
 
   def on_gradients(self, state, params, grads):
@@ -64,12 +86,13 @@ class MovementPruning(base_updater.BaseUpdater):
 
 @dataclasses.dataclass(eq=False)
 class SoftMovementPruning(MovementPruning):
-  """Keep the weights whose movement score passes one threshold for all leaves.
+  """Keep the weights whose movement score is above one global threshold.
 
-  Soft movement (Sanh et al., 2020): the scores follow the gradient of
-  `L + penalty · Σ sigmoid(S)`, and the layers share the budget by themselves.
-  The paper fixes the threshold and tunes the penalty until the sparsity is
-  right; here the threshold is the one that realises the schedule exactly.
+  Soft movement pruning (Sanh et al., 2020): the scores `S` follow the gradient
+  of `L + penalty · Σ sigmoid(S)`, and all leaves are ranked together, so the
+  sparsity of each leaf is learnt. The paper fixes the threshold and tunes the
+  penalty until the sparsity is right; here the threshold is the one that gives
+  the schedule's sparsity exactly.
 
   Attributes:
     sparsity: as in `GlobalPruning`.
@@ -78,6 +101,15 @@ class SoftMovementPruning(MovementPruning):
     use_normalization: as in `GlobalPruning`.
     penalty: weight of the sigmoid penalty.
     score_rate: learning rate of the scores.
+
+  Example:
+    >>> import jax.numpy as jnp, jaxpruner
+    >>> pruner = jaxpruner.SoftMovementPruning(sparsity=0.5)
+    >>> params = {"u": jnp.array([[3.0, -1]]), "v": jnp.array([[2.0, -4]])}
+    >>> grads = {"u": jnp.array([[1.0, 1]]), "v": jnp.array([[-1.0, -1]])}
+    >>> masks = pruner.instant_sparsify(params, grads)[1]
+    >>> masks["u"].tolist(), masks["v"].tolist()
+    ([[0, 1]], [[1, 0]])
   """
 
   sparsity: float = 0.0

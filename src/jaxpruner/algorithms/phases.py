@@ -1,4 +1,4 @@
-"""Phases: one pruner after another, on one clock."""
+"""Phases: one pruner after another, with one step count."""
 
 import dataclasses
 from typing import Any, ClassVar
@@ -13,16 +13,20 @@ from jaxpruner._state import count_changes
 
 
 def chain(*phases: tuple[int, base_updater.BaseUpdater]) -> "Chain":
-  """Return an updater that is each of these in turn.
+  """Return an updater that applies each of these updaters in turn.
 
-  Every schedule reads the one step count of the whole training: a phase that
-  begins at step 500 and ramps from 500 to 900 says just that. Masks are handed
-  on. After a dense phase (`NoPruning`), an algorithm that starts sparse draws
-  its own; after a sparse one it goes on from what it finds, and gradual pruning
-  waits until its schedule asks for fewer weights than are left.
+  All schedules use the step count of the whole training: a phase that begins at
+  step 500 has a schedule from 500 to 900, for example. Each phase starts with
+  the masks of the phase before it. After a dense phase (`NoPruning`), an
+  algorithm that starts sparse selects its own masks. After a sparse phase it
+  continues from the existing masks, and gradual pruning changes no mask until
+  its schedule asks for fewer weights than are left.
 
   Args:
     *phases: `(first step, updater)`, the first at step 0.
+
+  Returns:
+    The updater.
 
   Example:
     >>> import jaxpruner
@@ -49,10 +53,17 @@ def chain(*phases: tuple[int, base_updater.BaseUpdater]) -> "Chain":
 
 @dataclasses.dataclass(eq=False)
 class Chain(base_updater.BaseUpdater):
-  """Be one pruner after another; see `chain`.
+  """Apply one updater after another; `chain` constructs it.
 
   Attributes:
     phases: `(first step, updater)` pairs, the first at step 0.
+
+  Example:
+    >>> import jaxpruner
+    >>> pruner = jaxpruner.Chain(
+    ...   phases=((0, jaxpruner.NoPruning()), (500, jaxpruner.RigL())))
+    >>> sorted(pruner.needs)
+    ['gradients', 'random']
   """
 
   phases: tuple[tuple[int, Any], ...] = ()
@@ -143,7 +154,7 @@ class Chain(base_updater.BaseUpdater):
         entered = self._enter(i, self._state_of(i, state, params), params)
         new_updates, new = parts[i].update(updates, entered, params, **extra)
         stats = (*state.stats[:i], new.stats, *state.stats[i + 1 :])
-        # Branches must agree: phases that hold zeros may widen an update.
+        # Branches must have equal dtypes: `hold_zeros` may widen an update.
         new_updates = jax.tree.map(
           lambda u, p: u.astype(jnp.promote_types(u.dtype, p.dtype)),
           new_updates,
@@ -158,7 +169,7 @@ class Chain(base_updater.BaseUpdater):
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
   def _in_force(self, run, step, *args):
-    """Return `run(i, *args)` of the phase that a step lies in."""
+    """Return `run(i, *args)` of the phase that contains a step."""
     starts = jnp.array([start for start, _ in self.phases])
     if not isinstance(step, jax.core.Tracer):
       return run(int(jnp.sum(starts <= step)) - 1, *args)
@@ -168,7 +179,7 @@ class Chain(base_updater.BaseUpdater):
     return jax.lax.switch(jnp.sum(starts <= step) - 1, branches, *args)
 
   def _state_of(self, i, state, params):
-    """Return the state as the phase alone would have it."""
+    """Return the state as phase `i` alone would have it."""
     phase, targets = self.phases[i][1], None
     if not _is_dense(phase):
       view = phase.view(params)
@@ -177,7 +188,7 @@ class Chain(base_updater.BaseUpdater):
     return state._replace(stats=state.stats[i], target_sparsities=targets)
 
   def _enter(self, i, state, params):
-    """Return the state a phase begins with, at its first step."""
+    """Return the state with which a phase begins, at its first step."""
     start, phase = self.phases[i]
     if i == 0:
       return state
@@ -197,7 +208,7 @@ class Chain(base_updater.BaseUpdater):
     first = state.count == start
     if not isinstance(first, jax.core.Tracer):
       return enter(state) if first else state
-    # Only what entering changes: the optimizer's state stays where it is.
+    # The optimizer's state does not change: it stays outside the conditional.
     kept = state._replace(inner_state=None)
     entered = jax.lax.cond(first, enter, lambda s: s, kept)
     return entered._replace(inner_state=state.inner_state)

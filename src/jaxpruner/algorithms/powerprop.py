@@ -11,12 +11,24 @@ from jaxpruner.algorithms import pruners, transforms
 class PowerPropagation(pruners.MagnitudePruning):
   """Prune by |w| while the optimizer trains θ, `w = θ·|θ|^(α-1)`.
 
-  Powerpropagation (Schwarz et al., 2021): the gradient of a weight is scaled by
-  its size, so large ones grow and small ones stay behind, ready to go. Your
-  parameters remain `w`: the change of variables happens inside the optimizer.
+  Powerpropagation (Schwarz et al., 2021): the gradient of a weight is
+  multiplied by a power of its size. Large weights grow and small weights stay
+  small, so pruning them changes little. The parameters that you see remain `w`;
+  the change of variables is inside the optimizer.
 
   Attributes:
     alpha: the power; 1 is plain training.
+
+  Example:
+    >>> import functools, jax.numpy as jnp, jaxpruner, optax
+    >>> pruner = jaxpruner.PowerPropagation(
+    ...   alpha=2.0, scheduler=jaxpruner.sparsity_schedules.OneShotSchedule(9),
+    ...   sparsity_distribution_fn=functools.partial(
+    ...     jaxpruner.sparsity_distributions.uniform, sparsity=0.5))
+    >>> tx = pruner.wrap_optax(optax.sgd(0.5))
+    >>> params, grads = jnp.array([[4.0, 1.0]]), jnp.array([[0.5, 0.5]])
+    >>> tx.update(grads, tx.init(params), params)[0].tolist()
+    [[-3.0, -0.75]]
   """
 
   alpha: float = 2.0

@@ -13,7 +13,16 @@ from jaxpruner._leaves import PyTree
 def saliency_scores(
   updater: base_updater.BaseUpdater, params: PyTree, grads: PyTree
 ) -> PyTree:
-  """Return |w · ∂L/∂w|, in float32: half-precision products vanish."""
+  """Return the scores |w · ∂L/∂w|, in float32: half-precision products vanish.
+
+  Args:
+    updater: the updater, which knows the prunable leaves.
+    params: the parameters.
+    grads: their gradients; None is refused.
+
+  Returns:
+    A tree like `params`; leaves that are not pruned stay as they are.
+  """
   if grads is None:
     raise ValueError(
       f"{type(updater).__name__}: grads=None; saliency is |w · grad|, pass "
@@ -31,8 +40,9 @@ class MagnitudePruning(base_updater.BaseUpdater):
 
   With a `PolynomialSchedule` this is gradual magnitude pruning (Zhu & Gupta,
   2017): from step `t₀` to `t₁` the sparsity is
-  `s(t) = S·(1 − (1 − (t − t₀)/(t₁ − t₀))³)`. A small weight is one the network
-  can do without, and what is left has time to make up for it.
+  `s(t) = S·(1 − (1 − (t − t₀)/(t₁ − t₀))³)`. A small weight contributes little
+  to the output, and the weights that remain are trained further after each
+  removal. The attributes are those of `BaseUpdater`.
 
   Example:
     >>> import functools, jax.numpy as jnp, jaxpruner
@@ -58,8 +68,19 @@ class MagnitudePruning(base_updater.BaseUpdater):
 class SaliencyPruning(base_updater.BaseUpdater):
   """Keep the largest |w · ∂L/∂w| of each leaf (Molchanov et al., 2016).
 
-  To first order, the change of the loss if the weight were removed. Computed
-  in float32, so that half-precision products neither vanish nor overflow.
+  The score is the change of the loss, to first order, if the weight were
+  removed. It is computed in float32, because half-precision products underflow
+  or overflow. The attributes are those of `BaseUpdater`.
+
+  Example:
+    >>> import functools, jax.numpy as jnp, jaxpruner
+    >>> pruner = jaxpruner.SaliencyPruning(
+    ...   sparsity_distribution_fn=functools.partial(
+    ...     jaxpruner.sparsity_distributions.uniform, sparsity=0.5))
+    >>> params = jnp.array([[3.0, -1, 2, -4]])
+    >>> grads = jnp.array([[0.0, 9, 5, 1]])
+    >>> pruner.instant_sparsify(params, grads)[1].tolist()
+    [[0, 1, 1, 0]]
   """
 
   category: ClassVar[base_updater.Category] = base_updater.Category(
@@ -75,10 +96,19 @@ class SaliencyPruning(base_updater.BaseUpdater):
 
 @dataclasses.dataclass(eq=False)
 class RandomPruning(base_updater.BaseUpdater):
-  """Keep weights at random: the baseline that knows nothing.
+  """Keep weights at random, as a baseline.
 
-  Each weight draws its score once, so a mask at a higher sparsity is contained
-  in the mask at a lower one.
+  The score of each weight is drawn once, so the mask of a higher sparsity is a
+  subset of the mask of a lower one. The attributes are those of `BaseUpdater`.
+
+  Example:
+    >>> import functools, jax.numpy as jnp, jaxpruner
+    >>> pruner = jaxpruner.RandomPruning(
+    ...   rng_seed=0, sparsity_distribution_fn=functools.partial(
+    ...     jaxpruner.sparsity_distributions.uniform, sparsity=0.75))
+    >>> params, masks = pruner.instant_sparsify(jnp.ones((4, 4)))
+    >>> int(masks.sum())
+    4
   """
 
   category: ClassVar[base_updater.Category] = base_updater.Category(

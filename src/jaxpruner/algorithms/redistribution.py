@@ -1,8 +1,9 @@
-"""Redistribution: which leaf gets how many of the dropped weights back?
+"""Redistribution: how many of the dropped weights does each leaf grow?
 
-Without one, each leaf grows what it dropped. A redistribution gives each leaf a
-share; what all leaves dropped together grows in proportion, so the total never
-changes. One of your own is a frozen dataclass with `__call__`.
+Without a redistribution, each leaf grows the number of weights that it dropped.
+A redistribution gives each leaf a share. The dropped weights of all leaves form
+one budget, which is divided in proportion to the shares, so the total number of
+weights is constant. A new one is a frozen dataclass with `__call__`.
 """
 
 import dataclasses
@@ -14,23 +15,50 @@ import jax.numpy as jnp
 
 @dataclasses.dataclass(frozen=True)
 class Redistribution:
-  """Base of the redistributions."""
+  """Give each leaf a share of the dropped weights; the base of redistributions.
+
+  Attributes:
+    needs: the values it reads beside the masks, as in `Category.needs`.
+
+  Example:
+    >>> import dataclasses, jax.numpy as jnp
+    >>> from jaxpruner import redistribution
+    >>> @dataclasses.dataclass(frozen=True)
+    ... class Equal(redistribution.Redistribution):
+    ...   def __call__(self, kept, momentum):
+    ...     return jnp.ones(len(kept))
+    >>> Equal()([jnp.array([1, 1]), jnp.array([0, 1])], [None, None]).tolist()
+    [1.0, 1.0]
+  """
 
   needs: ClassVar[frozenset[str]] = frozenset()
 
   def __call__(self, kept: list[Any], momentum: list[Any]) -> jax.Array:
-    """Return a share of at least 0 per leaf.
+    """Return the share of each leaf.
 
     Args:
-      kept: masks of the weights that are left after dropping.
-      momentum: the running mean of the gradients, per leaf (or None).
+      kept: masks of the weights that remain after dropping.
+      momentum: the running mean of the gradients per leaf, or None per leaf.
+
+    Returns:
+      float32 per leaf, at least 0.
     """
     raise NotImplementedError
 
 
 @dataclasses.dataclass(frozen=True)
 class BySurvivors(Redistribution):
-  """In proportion to the weights a leaf has left (Mostafa & Wang, 2019)."""
+  """Give shares in proportion to the remaining weights (Mostafa & Wang, 2019).
+
+  The share of a leaf is the number of its weights that were not dropped.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> from jaxpruner import redistribution
+    >>> kept = [jnp.array([1, 1, 0]), jnp.array([0, 1, 0])]
+    >>> redistribution.BySurvivors()(kept, [None, None]).tolist()
+    [2.0, 1.0]
+  """
 
   def __call__(self, kept: list[Any], momentum: list[Any]) -> jax.Array:
     del momentum
@@ -39,8 +67,21 @@ class BySurvivors(Redistribution):
 
 @dataclasses.dataclass(frozen=True)
 class ByMomentum(Redistribution):
-  """In proportion to the mean |momentum| of a leaf's weights (Dettmers &
-  Zettlemoyer, 2019).
+  """Give shares in proportion to momentum (Dettmers & Zettlemoyer, 2019).
+
+  The share of a leaf is the mean |momentum| of the weights that were not
+  dropped.
+
+  Attributes:
+    needs: "gradients" and their "momentum".
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> from jaxpruner import redistribution
+    >>> kept = [jnp.array([1, 1, 0]), jnp.array([0, 1, 0])]
+    >>> momentum = [jnp.array([1.0, -3, 9]), jnp.array([9.0, 5, 9])]
+    >>> redistribution.ByMomentum()(kept, momentum).tolist()
+    [2.0, 5.0]
   """
 
   needs: ClassVar[frozenset[str]] = frozenset({"gradients", "momentum"})
@@ -54,27 +95,35 @@ class ByMomentum(Redistribution):
 
 
 def allocate(shares: jax.Array, total: jax.Array, room: jax.Array) -> jax.Array:
-  """Split a total over leaves in proportion to shares, none beyond its room.
+  """Divide a total among leaves in proportion to their shares.
 
-  What a full leaf cannot take, the others do. Whole numbers that add up to the
-  total exactly, if there is room for it; remainders go to the largest
-  fractions, the earlier leaf among equals.
+  No leaf gets more than its room; the other leaves get the excess. The results
+  are integers that add up to the total exactly, if the total room is large
+  enough. The remainder after rounding down goes to the leaves with the largest
+  fractional parts; among equal ones the earlier leaf comes first.
 
   Args:
-    shares: float per leaf, at least 0; all equal if they are all 0.
-    total: int, how much there is.
-    room: int per leaf.
+    shares: float per leaf, at least 0; if all are 0, all leaves count equally.
+    total: int, the number to divide.
+    room: int per leaf, the largest number it can get.
 
-  >>> allocate(jnp.array([1.0, 3.0]), 6, jnp.array([9, 4])).tolist()
-  [2, 4]
+  Returns:
+    int32 per leaf.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> from jaxpruner import redistribution
+    >>> shares, room = jnp.array([1.0, 3.0]), jnp.array([9, 4])
+    >>> redistribution.allocate(shares, 6, room).tolist()
+    [2, 4]
   """
   total, room = jnp.asarray(total, jnp.int32), room.astype(jnp.int32)
-  # A trace of everyone: a share of 0 must take what the others cannot.
+  # Raise shares of 0 a little: these leaves get the excess of full leaves.
   floor = jnp.maximum(jnp.max(shares), 1) * 1e-9
   shares = jnp.maximum(shares.astype(jnp.float32), floor)
   quota = jnp.zeros(shares.shape, jnp.float32)
   full = jnp.zeros(shares.shape, bool)
-  for _ in range(shares.shape[0]):  # each round fills a leaf, or is the last
+  for _ in range(shares.shape[0]):  # each round fills a leaf or is the last
     left = total - jnp.sum(jnp.where(full, room, 0))
     open_ = jnp.where(full, 0, shares)
     quota = jnp.where(
@@ -83,7 +132,8 @@ def allocate(shares: jax.Array, total: jax.Array, room: jax.Array) -> jax.Array:
     full = full | (quota >= room)
   given = jnp.minimum(jnp.floor(quota).astype(jnp.int32), room)
   order = jnp.argsort(-(quota - given), stable=True)
-  # One each, then whatever room is left: rounding in float32 may owe more.
+  # The remainder: first one per leaf, then the rest, which float32 rounding can
+  # leave over, up to the room of each leaf.
   for most in (1, None):
     free = room - given
     free = free if most is None else jnp.minimum(free, most)
@@ -92,7 +142,7 @@ def allocate(shares: jax.Array, total: jax.Array, room: jax.Array) -> jax.Array:
 
 
 def _pour(left: jax.Array, free: jax.Array, order: jax.Array) -> jax.Array:
-  """Hand out `left` in this order, to each what it has free."""
+  """Give `left` to the leaves in this order, to each at most its `free`."""
   queue = free[order]
   before = jnp.cumsum(queue) - queue
   taken = jnp.clip(left - before, 0, queue)

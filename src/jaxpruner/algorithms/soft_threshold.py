@@ -1,4 +1,4 @@
-"""Soft thresholds, one per leaf, learnt with the weights."""
+"""Soft thresholds, one per leaf, learnt together with the weights."""
 
 import dataclasses
 from typing import ClassVar
@@ -12,18 +12,30 @@ from jaxpruner.algorithms import global_pruners
 
 @dataclasses.dataclass(eq=False)
 class SoftThresholdPruning(global_pruners.GlobalPruning):
-  """Learn how the layers share the budget (STR; Kusupati et al., 2020).
+  """Learn the threshold of each leaf (STR; Kusupati et al., 2020).
 
-  The forward pass sees `sign(w) · relu(|w| - T)` with a threshold `T` for each
-  leaf. Its part `sigmoid(s)` is learnt: `∂L/∂s = -sigmoid'(s) · Σ ∂L/∂w' ·
-  sign(w)` over the kept weights, plus weight decay. The paper tunes that decay
-  until the sparsity is right; here all thresholds move together by as much as
-  the schedule's total asks for, so that what is learnt is their difference.
+  The forward pass uses `sign(w) · relu(|w| - T)` with a threshold `T` per leaf.
+  Its component `sigmoid(s)` is learnt by `∂L/∂s = -sigmoid'(s) · Σ ∂L/∂w' ·
+  sign(w)`, a sum over the kept weights, plus weight decay. The paper tunes the
+  weight decay until the sparsity is right. This class shifts all thresholds by
+  the same amount until the total sparsity is that of the schedule, so only the
+  differences between leaves are learnt. The other attributes are those of
+  `GlobalPruning`.
 
   Attributes:
+    is_sparse_gradients: whether gradients of pruned weights are set to zero
+      before the optimizer sees them.
     threshold_rate: learning rate of `s`.
     threshold_decay: weight decay of `s`.
-    initial: where every `s` starts; sigmoid(-3) = 0.05.
+    initial: the first value of every `s`; sigmoid(-3) = 0.05.
+
+  Example:
+    >>> import jax.numpy as jnp, jaxpruner
+    >>> pruner = jaxpruner.SoftThresholdPruning(sparsity=0.5)
+    >>> params = jnp.array([[3.0, -1, 2, -4]])
+    >>> state = pruner.update_state(pruner.init_state(params), params, None)
+    >>> pruner.pre_forward_update(params, state).tolist()  # T = 2
+    [[1.0, 0.0, 0.0, -2.0]]
   """
 
   is_sparse_gradients: bool = True
@@ -73,11 +85,19 @@ class SoftThresholdPruning(global_pruners.GlobalPruning):
     return view.map(excess, scores, sparse_state.stats)
 
   def pre_forward_update(self, params, opt_state):
-    """Return the kept weights, nearer to zero by their leaf's threshold."""
+    """Return the kept weights, moved towards zero by the leaf's threshold.
+
+    Args:
+      params: the parameters.
+      opt_state: the optimizer's state, which holds a `SparseState`.
+
+    Returns:
+      A tree like `params`; removed weights are zero.
+    """
     seen = super().pre_forward_update(params, opt_state)
 
     def shrink(masked, param, mask):
-      # The largest weight left out is where the leaf was cut.
+      # The threshold of the leaf is its largest removed |w|.
       out = jnp.where(mask, 0, jnp.abs(param))
       shift = jnp.sign(masked) * jnp.max(out)
       return masked - jax.lax.stop_gradient(shift)

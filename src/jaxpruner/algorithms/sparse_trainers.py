@@ -1,4 +1,4 @@
-"""Sparse training: start sparse, stay sparse, perhaps rewire."""
+"""Sparse training: start sparse, stay sparse, replace weights if wanted."""
 
 import dataclasses
 from collections.abc import Callable
@@ -16,8 +16,23 @@ from jaxpruner.algorithms import criteria, redistribution
 class StaticRandomSparse(base_updater.BaseUpdater):
   """Keep a random mask from start to end (Mocanu et al., 2016).
 
-  Start sparse: `params = pruner.post_gradient_update(params, opt_state)` after
-  `opt_state = tx.init(params)`.
+  The mask `m` is drawn at `init`, and the network is `m·w` throughout training.
+  To start sparse, call `params = pruner.post_gradient_update(params,
+  opt_state)` after `opt_state = tx.init(params)`.
+
+  Attributes:
+    is_sparse_gradients: whether gradients of pruned weights are set to zero
+      before the optimizer sees them.
+
+  Example:
+    >>> import functools, jax.numpy as jnp, jaxpruner, optax
+    >>> pruner = jaxpruner.StaticRandomSparse(
+    ...   sparsity_distribution_fn=functools.partial(
+    ...     jaxpruner.sparsity_distributions.uniform, sparsity=0.75))
+    >>> params = jnp.ones((4, 4))
+    >>> state = pruner.wrap_optax(optax.sgd(0.1)).init(params)
+    >>> float(pruner.post_gradient_update(params, state).sum())
+    4.0
   """
 
   is_sparse_gradients: bool = True
@@ -41,23 +56,36 @@ class StaticRandomSparse(base_updater.BaseUpdater):
 
 @dataclasses.dataclass(eq=False)
 class Rewiring(StaticRandomSparse):
-  """Drop some of the kept weights and grow as many others.
+  """Drop some of the kept weights and grow the same number of others.
 
-  The mechanism of dynamic sparse training, put together from parts: what is
-  dropped, what grows, and which leaf gets how many back. At each mask update a
-  fraction of the kept weights is dropped and as many grow, so the count never
-  changes. Grown weights start at zero with fresh optimizer moments. The
-  fraction is annealed by a cosine to the end of the schedule. Nothing is
-  rewired at step 0, when nothing is learnt yet.
+  This is the mechanism of dynamic sparse training. Three parts configure it:
+  the criterion that drops, the criterion that grows, and the redistribution
+  between leaves. A mask update drops a fraction of the kept weights and grows
+  the same number, so the number of kept weights is constant. Grown weights
+  start at zero with fresh optimizer moments. The fraction falls along a cosine
+  to 0 at the end of the schedule. Step 0 changes no mask, because the weights
+  are not trained yet.
 
   Attributes:
+    skip_gradients: whether the optimizer rests on steps that update masks.
     drop_fraction: fraction of the kept weights dropped at the first update.
-    drop_fraction_fn: `step -> fraction`, instead of the cosine.
+    drop_fraction_fn: `step -> fraction`, replaces the cosine.
     drop: scores of the kept weights; the lowest are dropped.
-    grow: scores of the others; the highest grow.
-    redistribute: how dropped weights are shared out over the leaves; None gives
-      each leaf its own back.
-    momentum_decay: of the running mean of gradients that parts may need.
+    grow: scores of the weights that are not kept; the highest grow.
+    redistribute: each leaf's share of the dropped weights; None means that each
+      leaf grows the number that it dropped.
+    momentum_decay: decay of the running mean of gradients, if a part needs it.
+
+  Example:
+    >>> import functools, jax.numpy as jnp, jaxpruner
+    >>> pruner = jaxpruner.Rewiring(
+    ...   grow=jaxpruner.criteria.Gradient(), drop_fraction=0.5,
+    ...   continue_sparse=True, sparsity_distribution_fn=functools.partial(
+    ...     jaxpruner.sparsity_distributions.uniform, sparsity=0.5))
+    >>> params, grads = jnp.array([[4.0, 3, 0, 0]]), jnp.array([[0.0, 0, 1, 5]])
+    >>> state = pruner.init_state(params)._replace(count=1)
+    >>> pruner.update_state(state, params, grads).masks.tolist()
+    [[1, 0, 0, 1]]
   """
 
   skip_gradients: bool = True
@@ -120,7 +148,7 @@ class Rewiring(StaticRandomSparse):
 
     def step(mean, grad):
       new = self.momentum_decay * mean + (1 - self.momentum_decay) * grad
-      # One bad batch must not spoil the mean for ever.
+      # Non-finite gradients of one batch must not stay in the mean.
       return jnp.where(jnp.isfinite(new), new, mean).astype(mean.dtype)
 
     old = view.of(state.stats["momentum"], "momentum")
@@ -128,7 +156,15 @@ class Rewiring(StaticRandomSparse):
     return state._replace(stats={**state.stats, "momentum": momentum})
 
   def drop_fraction_at(self, step: Any) -> Any:
-    """Return the fraction of kept weights to replace at a step."""
+    """Return the fraction of kept weights to replace at a step.
+
+    Args:
+      step: the step, may be traced.
+
+    Returns:
+      A scalar that falls along a cosine to 0 at the end of the schedule, or the
+      value of `drop_fraction_fn`.
+    """
     if self.drop_fraction_fn is not None:
       return self.drop_fraction_fn(step)
     end = getattr(self.scheduler, "update_end_step", None)
@@ -138,7 +174,16 @@ class Rewiring(StaticRandomSparse):
     return self.drop_fraction * (1 + jnp.cos(jnp.pi * passed)) / 2
 
   def see(self, params, sparse_state, grads) -> criteria.Seen:
-    """Return what the parts look at."""
+    """Return the arrays that the criteria read at a mask update.
+
+    Args:
+      params: the parameters.
+      sparse_state: the state.
+      grads: the gradients of this step.
+
+    Returns:
+      A `Seen`.
+    """
     return criteria.Seen(
       params,
       grads,
@@ -147,35 +192,53 @@ class Rewiring(StaticRandomSparse):
     )
 
   def drop_scores(self, params, sparse_state, grads):
-    """Score the kept weights; the lowest are dropped."""
+    """Score the kept weights; the lowest are dropped.
+
+    Args:
+      params: the parameters.
+      sparse_state: the state.
+      grads: the gradients of this step.
+
+    Returns:
+      A tree of scores like `params`.
+    """
     return self.drop(self.see(params, sparse_state, grads))
 
   def grow_scores(self, params, sparse_state, grads):
-    """Score the weights not kept; the highest grow."""
+    """Score the weights that are not kept; the highest grow.
+
+    Args:
+      params: the parameters.
+      sparse_state: the state.
+      grads: the gradients of this step.
+
+    Returns:
+      A tree of scores like `params`.
+    """
     return self.grow(self.see(params, sparse_state, grads))
 
   def goals(self, view, state, counts):
-    """Return how many units each group of a leaf is to have after growing.
+    """Return the number of units in each group of a leaf after growing.
 
     Args:
       view: the prunable leaves.
       state: the state.
-      counts: int32 per leaf, how many units it has.
+      counts: int32 per leaf, its number of units now.
 
     Returns:
-      int32 per leaf: as many as it has.
+      int32 per leaf; by default the number of units per group now.
     """
     del state
     return -(-counts // _groups(view))
 
   def survivors(self, state, totals, active, scores):
-    """Return, per leaf, how many of its units are not dropped.
+    """Return, per leaf, the number of units that are not dropped.
 
     Args:
       state: the state.
-      totals: int32 per leaf, how many units it is to have after growing.
-      active: per leaf, which units are kept now.
-      scores: per leaf, the drop scores of its units.
+      totals: int32 per leaf, its number of units after growing.
+      active: bool per unit of each leaf, whether it is kept now.
+      scores: the drop scores of the units of each leaf.
 
     Returns:
       int32 per leaf.
@@ -192,13 +255,13 @@ class Rewiring(StaticRandomSparse):
       return state
     drop, grow = self._parts(view, state, grads)
     pool = lambda scores: [*map(sparsity_types.pool, view.kinds, scores)]
-    # The mask of a block is constant on it: its mean is the block's own bit.
+    # A mask is constant on a block, so its mean is the block's bit.
     active = [a > 0 for a in pool(view.of(state.masks))]
     drop_units = pool(drop)
     counts = jnp.stack([jnp.sum(a, dtype=jnp.int32) for a in active])
     goals = self.goals(view, state, counts)
     totals = goals * _groups(view)
-    # A mask that lost units (a sparse model's zeros) has fewer to keep.
+    # A mask may have fewer units than its target (`continue_sparse`).
     left = self.survivors(state, totals, active, drop_units)
     left = jnp.minimum(left, counts)
     inside = lambda s, a: engine.apply(_below, s, a)
@@ -206,7 +269,7 @@ class Rewiring(StaticRandomSparse):
     finite = self._finite(drop, grow)
     if self.redistribute is not None:
       goals = left + self._shares(view, state, kept, left, totals)
-      # Leaves that trade weights must all be updated, or none.
+      # Leaves that exchange weights are updated all together or not at all.
       finite = jnp.broadcast_to(jnp.all(finite), finite.shape)
     above = lambda s, k: engine.apply(_above, s, k)
     units = [*map(above, pool(grow), kept)]
@@ -227,7 +290,7 @@ class Rewiring(StaticRandomSparse):
 
   def _finite(self, drop, grow) -> Any:
     finite = jnp.stack([engine.all_finite(s) for s in drop])
-    # Random numbers are finite; to look would be to draw them once more.
+    # Random numbers are finite; a check would draw them a second time.
     if type(self.grow) is criteria.Random:
       return finite
     return finite & jnp.stack([engine.all_finite(s) for s in grow])
@@ -261,17 +324,17 @@ class Rewiring(StaticRandomSparse):
 
 
 def _below(scores: Any, active: Any) -> Any:
-  """Rank what is not active below everything."""
+  """Give scores below all others to units that are not active."""
   return jnp.where(active, scores, -jnp.inf)
 
 
 def _above(scores: Any, kept: Any) -> Any:
-  """Rank what is kept above everything."""
+  """Give scores above all others to units that are kept."""
   return jnp.where(kept == 1, jnp.inf, scores)
 
 
 def _groups(view) -> np.ndarray:
-  """Return into how many groups each leaf's units fall."""
+  """Return the number of groups of each leaf's units."""
   pairs = zip(view.kinds, view.leaves, strict=True)
   return np.array([kind.groups(p.shape) for kind, p in pairs], np.int32)
 
@@ -281,9 +344,22 @@ class SET(Rewiring):
   """Drop the smallest |w|, grow at random (Mocanu et al., 2018).
 
   At step `t` of `T` the fraction `α/2 · (1 + cos(π·t/T))` of the kept weights
-  is exchanged, `α` being `drop_fraction`; their count never changes. A weight
-  grows at zero, with fresh optimizer moments. Gradients of removed weights are
-  never asked for, so a sparse machine need not compute them.
+  is replaced, where `α` is `drop_fraction`; the number of kept weights is
+  constant. A weight grows at zero, with fresh optimizer moments. The gradients
+  of removed weights are never read, so sparse hardware need not compute them.
+  The attributes are those of `Rewiring`.
+
+  Example:
+    >>> import functools, jax.numpy as jnp, jaxpruner
+    >>> pruner = jaxpruner.SET(
+    ...   drop_fraction=0.5, continue_sparse=True,
+    ...   sparsity_distribution_fn=functools.partial(
+    ...     jaxpruner.sparsity_distributions.uniform, sparsity=0.5))
+    >>> params = jnp.array([[4.0, 3, 0, 0]])
+    >>> state = pruner.init_state(params)._replace(count=1)
+    >>> masks = pruner.update_state(state, params, None).masks
+    >>> int(masks[0, 0]), int(masks.sum())  # 4 is kept, another one grew
+    (1, 2)
   """
 
   category: ClassVar[base_updater.Category] = base_updater.Category(
@@ -300,9 +376,24 @@ class RigL(Rewiring):
   """Drop the smallest |w|, grow the largest |∂L/∂w| (Evci et al., 2020).
 
   At step `t` of `T` the fraction `α/2 · (1 + cos(π·t/T))` of the kept weights
-  is exchanged, `α` being `drop_fraction`; their count never changes. A weight
-  grows at zero, with fresh optimizer moments: where the loss would fall fastest
-  if it were there. Only mask updates need the gradient of removed weights.
+  is replaced, where `α` is `drop_fraction`; the number of kept weights is
+  constant. A weight grows at zero, with fresh optimizer moments, where its
+  gradient says that the loss would fall fastest. Only mask updates read the
+  gradients of removed weights. The other attributes are those of `Rewiring`.
+
+  Attributes:
+    grow: scores of the weights that are not kept; the highest grow.
+
+  Example:
+    >>> import functools, jax.numpy as jnp, jaxpruner
+    >>> pruner = jaxpruner.RigL(
+    ...   drop_fraction=0.5, continue_sparse=True,
+    ...   sparsity_distribution_fn=functools.partial(
+    ...     jaxpruner.sparsity_distributions.uniform, sparsity=0.5))
+    >>> params, grads = jnp.array([[4.0, 3, 0, 0]]), jnp.array([[0.0, 0, 1, 5]])
+    >>> state = pruner.init_state(params)._replace(count=1)
+    >>> pruner.update_state(state, params, grads).masks.tolist()
+    [[1, 0, 0, 1]]
   """
 
   grow: Callable[[criteria.Seen], Any] = criteria.Gradient()

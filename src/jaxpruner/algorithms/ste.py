@@ -1,8 +1,8 @@
-"""Straight-through: dense parameters, a sparse forward pass.
+"""Straight-through estimators: dense parameters, a sparse forward pass.
 
 The masks are selected from the parameters after every update, at the schedule's
-sparsity, and kept in the state: they are those the next forward pass uses, and
-those to export. Gradients pass to all weights as if nothing were masked.
+sparsity, and kept in the state: the next forward pass uses them, and an export
+does too. Gradients reach all weights as if nothing were masked.
 """
 
 import dataclasses
@@ -18,9 +18,23 @@ from jaxpruner.algorithms import pruners
 class SteMagnitudePruning(pruners.MagnitudePruning):
   """Use the largest |w| forward, train all of them (Bengio et al., 2013).
 
-  The loss sees `m·w`, with a mask `m` chosen at every step; the gradient
-  `∂L/∂(m·w)` is given to `w` as it is, removed weights included. One that grows
-  large again returns.
+  The loss is computed at `m·w`, with a mask `m` selected at every step. The
+  gradient `∂L/∂(m·w)` is applied to `w` unchanged, including removed weights. A
+  removed weight that becomes large returns. The attributes are those of
+  `BaseUpdater`.
+
+  Example:
+    >>> import functools, jax, jax.numpy as jnp, jaxpruner
+    >>> pruner = jaxpruner.SteMagnitudePruning(
+    ...   sparsity_distribution_fn=functools.partial(
+    ...     jaxpruner.sparsity_distributions.uniform, sparsity=0.5))
+    >>> params = jnp.array([[3.0, -1, 2, -4]])
+    >>> state = pruner.init_state(params)
+    >>> forward = lambda p: pruner.pre_forward_update(p, state)
+    >>> forward(params).tolist()
+    [[3.0, 0.0, 0.0, -4.0]]
+    >>> jax.grad(lambda p: forward(p).sum())(params).tolist()
+    [[1.0, 1.0, 1.0, 1.0]]
   """
 
   holds_zeros: ClassVar[bool] = False
@@ -37,8 +51,20 @@ class SteMagnitudePruning(pruners.MagnitudePruning):
 class SteSaliencyPruning(pruners.SaliencyPruning):
   """Use the largest |w · ∂L/∂w| forward, train all weights.
 
-  The gradient of the masked pass reaches the masked weights too, so a weight
-  that would help is chosen again. The first pass is dense: nothing is known.
+  The gradient of the masked forward pass reaches the masked weights too, so a
+  masked weight with a large score returns. The first forward pass is dense,
+  because no gradient is known yet. The attributes are those of `BaseUpdater`.
+
+  Example:
+    >>> import functools, jax.numpy as jnp, jaxpruner
+    >>> pruner = jaxpruner.SteSaliencyPruning(
+    ...   sparsity_distribution_fn=functools.partial(
+    ...     jaxpruner.sparsity_distributions.uniform, sparsity=0.5))
+    >>> params = jnp.array([[3.0, -1, 2, -4]])
+    >>> grads = jnp.array([[0.0, 9, 5, 1]])
+    >>> state = pruner.update_state(pruner.init_state(params), params, grads)
+    >>> pruner.pre_forward_update(params, state).tolist()
+    [[0.0, -1.0, 2.0, 0.0]]
   """
 
   holds_zeros: ClassVar[bool] = False
@@ -53,13 +79,24 @@ class SteSaliencyPruning(pruners.SaliencyPruning):
 
 @dataclasses.dataclass(eq=False)
 class SrStePruning(SteMagnitudePruning):
-  """Straight-through, with masked weights pulled to zero (Zhou et al., 2021).
+  """Use the largest |w| forward, decay the masked weights (Zhou et al., 2021).
 
-  The gradient of a masked weight becomes `∂L/∂w + λ·w`, which keeps the masks
-  from flickering. Meant for N:M, works with every structure.
+  SR-STE: the gradient of a masked weight becomes `∂L/∂w + λ·w`, which makes the
+  masks change less often. The method is designed for N:M sparsity and works
+  with every sparsity type.
 
   Attributes:
-    mask_decay: λ, the pull on masked weights.
+    mask_decay: λ, the weight decay of masked weights.
+
+  Example:
+    >>> import functools, jax.numpy as jnp, jaxpruner
+    >>> pruner = jaxpruner.SrStePruning(
+    ...   mask_decay=0.5, sparsity_distribution_fn=functools.partial(
+    ...     jaxpruner.sparsity_distributions.uniform, sparsity=0.5))
+    >>> params = jnp.array([[3.0, -1, 2, -4]])
+    >>> state = pruner.init_state(params)
+    >>> pruner.prepare_gradients(jnp.zeros((1, 4)), state, params).tolist()
+    [[0.0, -0.5, 1.0, 0.0]]
   """
 
   mask_decay: float = 2e-4
@@ -86,10 +123,21 @@ class SrStePruning(SteMagnitudePruning):
 
 @dataclasses.dataclass(eq=False)
 class SteRandomPruning(pruners.RandomPruning):
-  """Use random weights forward, train all of them: STE's baseline.
+  """Use random weights forward, train all of them: the baseline of STE.
 
-  As `magnitude_ste`, the loss sees `m·w` and `w` gets `∂L/∂(m·w)`, but `m` is
-  drawn once: each weight keeps its score.
+  As in `SteMagnitudePruning`, the loss is computed at `m·w` and `w` gets
+  `∂L/∂(m·w)`. The scores that select `m` are drawn once. The attributes are
+  those of `BaseUpdater`.
+
+  Example:
+    >>> import functools, jax.numpy as jnp, jaxpruner
+    >>> pruner = jaxpruner.SteRandomPruning(
+    ...   rng_seed=0, sparsity_distribution_fn=functools.partial(
+    ...     jaxpruner.sparsity_distributions.uniform, sparsity=0.75))
+    >>> params = jnp.ones((4, 4))
+    >>> state = pruner.init_state(params)
+    >>> float(pruner.pre_forward_update(params, state).sum())
+    4.0
   """
 
   holds_zeros: ClassVar[bool] = False

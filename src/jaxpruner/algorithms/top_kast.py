@@ -1,4 +1,4 @@
-"""Top-KAST: one mask forward, a larger one backward."""
+"""Top-KAST: one mask forward, a larger mask backward."""
 
 import dataclasses
 from typing import Any, ClassVar
@@ -11,16 +11,30 @@ from jaxpruner.algorithms import pruners
 
 @dataclasses.dataclass(eq=False)
 class TopKAST(pruners.MagnitudePruning):
-  """Use the largest |w| forward, train some more (Jayakumar et al., 2020).
+  """Use the largest |w| forward, train a larger set (Jayakumar et al., 2020).
 
-  The forward pass sees the top D of the weights. The gradient reaches a larger
-  set, the top M > D, whose members can so enter the first; all others rest
-  at their value. Both are chosen anew at each mask update. A penalty on the
-  weights, stronger by 1/D outside the forward set, makes room for newcomers.
+  The forward pass uses the fraction `D = 1 − s` of largest |w|. The gradient
+  reaches a larger fraction `M > D`, and a weight of that set can enter the
+  forward set when it becomes large. The values of all other weights do not
+  change. Each mask update selects both sets again. Weight decay is stronger by
+  1/D outside the forward set, which favours the exchange of weights.
 
   Attributes:
     backward_factor: M / D, at least 1.
     regularization: the weight decay of the forward set, as a gradient.
+
+  Example:
+    >>> import functools, jax, jax.numpy as jnp, jaxpruner
+    >>> pruner = jaxpruner.TopKAST(
+    ...   sparsity_distribution_fn=functools.partial(
+    ...     jaxpruner.sparsity_distributions.uniform, sparsity=0.75))
+    >>> params = jnp.array([[3.0, -1, 2, -4]])
+    >>> state = pruner.init_state(params)
+    >>> forward = lambda p: pruner.pre_forward_update(p, state)
+    >>> forward(params).tolist()
+    [[0.0, 0.0, 0.0, -4.0]]
+    >>> jax.grad(lambda p: forward(p).sum())(params).tolist()
+    [[1.0, 0.0, 0.0, 1.0]]
   """
 
   backward_factor: float = 2.0
@@ -71,12 +85,20 @@ class TopKAST(pruners.MagnitudePruning):
     scores = view.of(self.calculate_scores(params), "scores")
     found = self._select(view, scores, [self._widen(s) for s in now])
     old = view.of(sparse_state.stats["backward"])
-    # Where a score is not finite, neither set changes.
+    # Neither set of a leaf with non-finite scores changes.
     wider = map(jnp.where, found.finite, found.masks, old)
     return new._replace(stats={"backward": view.store(wider)})
 
   def pre_forward_update(self, params: Any, opt_state: Any) -> Any:
-    """Return sparse parameters whose gradient reaches the backward set."""
+    """Return sparse parameters whose gradient reaches the backward set.
+
+    Args:
+      params: the parameters.
+      opt_state: the optimizer's state, which holds a `SparseState`.
+
+    Returns:
+      A tree like `params`; weights outside the forward set are zero.
+    """
     state = base_updater.find_state(opt_state)
     return self.view(params).map(
       base_updater.masked_forward, params, state.masks, state.stats["backward"]
@@ -98,7 +120,16 @@ class TopKAST(pruners.MagnitudePruning):
     )
 
   def hold_zeros(self, updates, state, params):
-    """Return updates that leave what is not trained as it is."""
+    """Return updates that do not change weights outside the backward set.
+
+    Args:
+      updates: the updates of the optimizer.
+      state: the state, with the masks in force.
+      params: the parameters.
+
+    Returns:
+      A tree like `updates`; updates outside the backward set are zero.
+    """
     return self.view(params).map(
       base_updater.apply_mask, updates, state.stats["backward"]
     )

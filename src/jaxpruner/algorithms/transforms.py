@@ -1,4 +1,4 @@
-"""Optax transformations for training that pruning will not hurt."""
+"""Optax transformations that prepare a network for pruning."""
 
 from collections.abc import Callable
 from typing import Any, TypeAlias
@@ -21,16 +21,30 @@ def powerpropagation(
   alpha: float = 2.0,
   leaves: Callable[[PyTree], PyTree] = _every_weight,
 ) -> optax.GradientTransformationExtraArgs:
-  """Let `inner` train θ, where `w = θ·|θ|^(alpha-1)` (Schwarz et al., 2021).
+  """Train θ instead of w, where `w = θ·|θ|^(alpha-1)` (Schwarz et al., 2021).
 
-  Parameters and updates outside are those of `w`: initial values, checkpoints
-  and the model stay as they are. In θ the gradient is `α·|θ|^(α-1)·∂L/∂w`.
+  The optimizer `inner` sees θ. Its gradient is `α·|θ|^(α-1)·∂L/∂w`, so large
+  weights change faster than small ones. Parameters and updates outside the
+  transformation are those of `w`: initial values, checkpoints and the model do
+  not change.
 
   Args:
     inner: the optimizer of θ.
     alpha: the power, above 0; 1 changes nothing.
-    leaves: `params -> tree` with `None` for the leaves to leave alone; by
-      default biases and norm scales.
+    leaves: `params -> tree` with `None` for the leaves that are trained
+      directly; by default these are biases and norm scales.
+
+  Returns:
+    A transformation whose state is that of `inner`.
+
+  Example:
+    >>> import jax.numpy as jnp, optax
+    >>> from jaxpruner import transforms
+    >>> tx = transforms.powerpropagation(optax.sgd(0.5), alpha=2.0)
+    >>> w, grads = jnp.array([[4.0, 1.0]]), jnp.array([[0.5, 0.5]])
+    >>> updates, state = tx.update(grads, tx.init(w), w)
+    >>> updates.tolist()
+    [[-3.0, -0.75]]
   """
   inner = optax.with_extra_args_support(inner)
 
@@ -80,20 +94,32 @@ def compression_aware(
   normalize: bool = False,
   dense_gradient: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-  """Take the gradient where compression would hurt most, `C(w + rho·∇L(w))`.
+  """Compute the gradient at `C(w + rho·∇L(w))`, where C compresses.
 
-  CrAM (Peste et al., 2022); with `dense_gradient` CrAM+, which adds `∇L(w)`;
-  without `compress` and with `normalize` SAM (Foret et al., 2021). `update`
-  takes the gradient function as an extra argument:
-  `tx.update(grads, state, params, grad_fn=jax.grad(loss))`, where `grads` are
-  those of `params`, and evaluates it once more.
+  This is CrAM (Peste et al., 2022). `dense_gradient` adds `∇L(w)`, which is
+  CrAM+. With the default `compress` and with `normalize` it is SAM (Foret et
+  al., 2021). `update` takes the gradient function as an extra argument and
+  calls it once: `tx.update(grads, state, params, grad_fn=jax.grad(loss))`,
+  where `grads` is the gradient at `params`.
 
   Args:
     inner: the optimizer that receives the gradient.
-    compress: `params -> params`, the compression to prepare for.
+    compress: `params -> params`, the compression C.
     rho: length of the ascent step.
     normalize: divide the ascent step by the norm of the gradient.
-    dense_gradient: add the gradient at the parameters themselves.
+    dense_gradient: add the gradient at `params`.
+
+  Returns:
+    A transformation whose state is that of `inner`.
+
+  Example:
+    >>> import jax, jax.numpy as jnp, optax
+    >>> from jaxpruner import transforms
+    >>> grad_fn = jax.grad(lambda w: 0.5 * jnp.sum(w**2))
+    >>> tx = transforms.compression_aware(optax.sgd(1.0), jnp.round, rho=0.5)
+    >>> w = jnp.array([1.0, 2.0])  # round(1.5 * w) is [2, 3]
+    >>> tx.update(grad_fn(w), tx.init(w), w, grad_fn=grad_fn)[0].tolist()
+    [-2.0, -3.0]
   """
   inner = optax.with_extra_args_support(inner)
 

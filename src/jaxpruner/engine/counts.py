@@ -15,7 +15,22 @@ from jax import Array, lax
 
 
 class AtStep(NamedTuple):
-  """A scheduled sparsity: its value now, and the target it ends at."""
+  """Hold a scheduled sparsity: its value now and its target.
+
+  A float32 cannot represent every sparsity of a large leaf. From the step at
+  which the value reaches the target, the exact target is used.
+
+  Attributes:
+    value: the sparsity at this step, a float32 scalar that may be traced.
+    target: the sparsity at the end of the schedule.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> from jaxpruner import mask_calculator
+    >>> now = mask_calculator.AtStep(jnp.float32(0.5), target=0.9)
+    >>> int(mask_calculator.num_ones(10, now))
+    5
+  """
 
   value: Array
   target: float
@@ -100,7 +115,22 @@ def num_ones(size: int, sparsity: Any) -> int | Array:
 
 
 def num_ones_each(sizes: Sequence[int], sparsities: Sequence[AtStep]) -> Array:
-  """Return `num_ones` of every leaf, uint32, computed side by side."""
+  """Return `num_ones` of every leaf, computed in one array.
+
+  Args:
+    sizes: the number of weights of each leaf.
+    sparsities: the scheduled sparsity of each leaf.
+
+  Returns:
+    uint32 per leaf.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> from jaxpruner import mask_calculator
+    >>> now = mask_calculator.AtStep(jnp.float32(0.5), target=0.9)
+    >>> mask_calculator.num_ones_each([10, 100], [now, now]).tolist()
+    [5, 50]
+  """
   now = jnp.stack([jnp.asarray(s.value, jnp.float32) for s in sparsities])
   target = [s.target for s in sparsities]
   exact = np.array(list(map(_exact_ones, sizes, target)), np.uint32)

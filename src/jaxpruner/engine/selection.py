@@ -134,7 +134,22 @@ def _rows(table: Array, ids: Sequence[int]) -> Array:
 
 
 def pick(counts: Sequence[Any] | Array, ids: Sequence[int]) -> Any:
-  """Return some of the counts; an array stays one: no kernel per entry."""
+  """Return the counts at some positions.
+
+  An array is indexed as a whole, because one kernel per entry would cost more.
+
+  Args:
+    counts: a list of counts, or one array of them.
+    ids: the positions to return.
+
+  Returns:
+    A list if `counts` is a list, else an array.
+
+  Example:
+    >>> from jaxpruner import mask_calculator
+    >>> mask_calculator.pick([5, 6, 7], [0, 2])
+    [5, 7]
+  """
   if len(ids) == len(counts):
     return counts
   if isinstance(counts, Array | np.ndarray):

@@ -1,4 +1,8 @@
-"""Masks of many leaves at once: pool scores to units, select, expand."""
+"""Masks of many leaves at once: pool scores to units, select units, expand.
+
+A unit is the smallest part of a leaf that a sparsity type keeps or removes: a
+weight, a block, a channel.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,20 +19,28 @@ def select(
   ones: Any,
   hint: Array | None = None,
 ) -> engine.Selection:
-  """Keep the highest units of each leaf.
+  """Keep the units with the highest scores in each leaf.
 
-  All leaves with a free choice go through one search; a type with groups ranks
-  each by itself, in its own `choose`.
+  All leaves without groups are selected in one search. A type with groups ranks
+  each group alone, in its method `choose`.
 
   Args:
     types: the sparsity type of each leaf.
     units: the scores of its units, arrays or expressions.
-    ones: how many units each leaf (each of its groups) keeps: a list, or one
-      int32 array.
-    hint: as `engine.select` takes it; used if all leaves have a free choice.
+    ones: the number of units that each leaf (each of its groups) keeps: a list,
+      or one int32 array.
+    hint: as in `engine.select`; used if no type has groups.
 
   Returns:
     A `Selection` of units.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> from jaxpruner import sparsity_types
+    >>> kinds = [sparsity_types.Unstructured()]
+    >>> units = [jnp.array([1.0, 3.0, 2.0])]
+    >>> sparsity_types.select(kinds, units, [2]).masks[0].tolist()
+    [0, 1, 1]
   """
   free = [i for i, kind in enumerate(types) if not hasattr(kind, "choose")]
   if len(free) == len(types):
@@ -54,14 +66,45 @@ def select(
 
 
 def pool(kind: SparsityType, scores: Any) -> Any:
-  """Return the scores of units; those of single weights stay expressions."""
+  """Return the scores of a leaf's units.
+
+  Args:
+    kind: the sparsity type of the leaf.
+    scores: a score for every weight, an array or expression.
+
+  Returns:
+    An array of scores; if a unit is one weight, `scores` unchanged.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> from jaxpruner import sparsity_types
+    >>> scores = jnp.array([[1.0, 3.0], [2.0, 4.0]])
+    >>> sparsity_types.pool(sparsity_types.Block((2, 1)), scores).tolist()
+    [[1.5, 3.5]]
+  """
   if type(kind).pool is SparsityType.pool:
     return scores
   return _leaves.with_auto_axes(kind.pool, engine.value(scores))
 
 
 def expand(kind: SparsityType, units: Array, like: Any) -> Array:
-  """Return the mask of a leaf, laid out like it."""
+  """Return the mask of a leaf from the mask of its units.
+
+  Args:
+    kind: the sparsity type of the leaf.
+    units: the mask of the units.
+    like: the leaf, for its shape and sharding.
+
+  Returns:
+    A mask of the leaf's shape; if a unit is one weight, `units` unchanged.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> from jaxpruner import sparsity_types
+    >>> kind, units = sparsity_types.Block((2, 1)), jnp.array([[0, 1]])
+    >>> sparsity_types.expand(kind, units, jnp.ones((2, 2))).tolist()
+    [[0, 1], [0, 1]]
+  """
   if type(kind).expand is SparsityType.expand:
     return units
   return _leaves.with_auto_axes(
@@ -74,10 +117,24 @@ def expand(kind: SparsityType, units: Array, like: Any) -> Array:
 def ones_each(
   types: Sequence[SparsityType], shapes: Sequence[Shape], sparsities: Any
 ) -> list[Any]:
-  """Return how many units each leaf keeps.
+  """Return the number of units that each leaf keeps.
 
-  Scheduled counts are computed side by side: one by one, each leaf would add
-  its own scalar kernels to the program.
+  Scheduled counts are computed in one array, because separate scalar kernels
+  per leaf would make the program larger.
+
+  Args:
+    types: the sparsity type of each leaf.
+    shapes: the shape of each leaf.
+    sparsities: the fraction removed of each: floats, arrays or `AtStep`.
+
+  Returns:
+    An int or an integer scalar per leaf; for types with groups, per group.
+
+  Example:
+    >>> from jaxpruner import sparsity_types
+    >>> kinds = [sparsity_types.Unstructured(), sparsity_types.Block((2, 2))]
+    >>> sparsity_types.ones_each(kinds, [(4, 4), (4, 4)], [0.5, 0.5])
+    [8, 2]
   """
   plain = [
     i
@@ -104,16 +161,28 @@ def select_masks(
   sparsities: Sequence[Any],
   hint: Array | None = None,
 ) -> engine.Selection:
-  """Return the masks of the leaves; a type's own `mask` method has the say.
+  """Return the masks of the leaves at given sparsities.
+
+  A sparsity type that overrides `mask` computes the mask of its leaf itself;
+  all other leaves are selected together.
 
   Args:
     types: the sparsity type of each leaf.
     scores: its scores, an array or expression of its shape.
     sparsities: the fraction removed of each: floats, arrays or `AtStep`.
-    hint: as `engine.select` takes it.
+    hint: as in `engine.select`.
 
   Returns:
     A `Selection` with masks of the leaves' shapes.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> from jaxpruner import sparsity_types
+    >>> kinds = [sparsity_types.Unstructured()]
+    >>> scores = [jnp.array([1.0, jnp.inf])]
+    >>> found = sparsity_types.select_masks(kinds, scores, [0.5])
+    >>> found.masks[0].tolist(), found.finite.tolist()
+    ([0, 1], [False])
   """
   own = {
     i
@@ -132,7 +201,7 @@ def select_masks(
   masks = {i: _own_mask(types[i], scores[i], sparsities[i]) for i in own}
   for row, i in enumerate(rest):
     masks[i] = expand(types[i], found.masks[row], scores[i])
-  # Pooling may hide a score that is not finite.
+  # Finiteness comes from the scores: pooling may hide a non-finite one.
   finite = jnp.stack([engine.all_finite(s) for s in scores])
   return engine.Selection(
     [masks[i] for i in range(len(types))], finite, hint if own else found.hint
@@ -149,5 +218,22 @@ def _own_mask(kind: Any, scores: Any, sparsity: Any) -> Array:
 def create_masks(
   types: Sequence[Any], scores: Sequence[Array], sparsities: Sequence[Any]
 ) -> list[Array]:
-  """Return the masks of `select_masks` alone."""
+  """Return the masks of the leaves at given sparsities, as a list.
+
+  Args:
+    types: the sparsity type of each leaf.
+    scores: its scores, of its shape.
+    sparsities: the fraction removed of each: floats, arrays or `AtStep`.
+
+  Returns:
+    A uint8 mask per leaf, 1 = kept.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> from jaxpruner import sparsity_types
+    >>> kinds = [sparsity_types.Block((1, 2))]
+    >>> scores = [jnp.array([[1.0, 1.0, 0.0, 3.0]])]
+    >>> sparsity_types.create_masks(kinds, scores, [0.5])[0].tolist()
+    [[0, 0, 1, 1]]
+  """
   return select_masks(types, scores, sparsities).masks
