@@ -230,15 +230,15 @@ def replace_masks(
     return state
   stored = jax.tree.leaves(view.store(masks))
   old = jax.tree.leaves(state.masks)
-  finite = [finite[i] for i in range(len(masks))]
   kept = []
-  for ok, mask, before in zip(finite, stored, old, strict=True):
+  for i, (mask, before) in enumerate(zip(stored, old, strict=True)):
+    (ok,) = engine.row_from([finite], i)
     if shrink:
       ok &= count_ones(mask) <= count_ones(before)
     kept.append(jnp.where(ok, mask, before))
   skipped = state.skipped
   if skipped is not None:
-    skipped = skipped + (1 - jnp.stack(finite).astype(jnp.int32))
+    skipped = skipped + (1 - finite.astype(jnp.int32))
   return state._replace(masks=view.put(None, kept), skipped=skipped)
 
 

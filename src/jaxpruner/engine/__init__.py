@@ -7,6 +7,7 @@ beside this file tells the algorithm.
 
 from jaxpruner.engine.conditional import run_if
 from jaxpruner.engine.expression import ScoreExpr, Scores, apply, defer, value
+from jaxpruner.engine.leaves import row_from
 from jaxpruner.engine.selection import Selection, all_finite, select
 from jaxpruner.engine.warm_start import new as new_hint
 
@@ -18,6 +19,7 @@ __all__ = [
   "apply",
   "defer",
   "new_hint",
+  "row_from",
   "run_if",
   "select",
   "value",

@@ -116,7 +116,7 @@ def expand(kind: SparsityType, units: Array, like: Any) -> Array:
 
 def ones_each(
   types: Sequence[SparsityType], shapes: Sequence[Shape], sparsities: Any
-) -> list[Any]:
+) -> Any:
   """Return the number of units that each leaf keeps.
 
   Scheduled counts are computed in one array, because separate scalar kernels
@@ -148,6 +148,8 @@ def ones_each(
       [types[i].units(shapes[i]) for i in plain],
       [sparsities[i] for i in plain],
     )
+    if len(plain) == len(types):
+      return each  # taken apart, each leaf would add a kernel
     counts = {i: each[row] for row, i in enumerate(plain)}
   return [
     counts[i] if i in counts else kind.ones(shapes[i], sparsities[i])
