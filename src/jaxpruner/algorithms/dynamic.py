@@ -291,10 +291,11 @@ class DSR(sparse_trainers.Rewiring):
     limit = state.stats["threshold"]
     left = [
       # Keep one: the share of a leaf without weights would stay 0.
-      jnp.maximum(1, jnp.sum(a & (engine.value(s) >= limit), dtype=jnp.int32))
+      jnp.maximum(1, engine.count_true(a & (engine.value(s) >= limit)))
       for a, s in zip(active, scores, strict=True)
     ]
-    return jnp.where(state.count == 0, totals, jnp.stack(left))
+    left = jnp.stack(left).astype(jnp.int32)
+    return jnp.where(state.count == 0, totals, left)
 
   def update_state(self, sparse_state, params, grads, **extra):
     new = super().update_state(sparse_state, params, grads, **extra)
@@ -375,10 +376,11 @@ class DeepR(sparse_trainers.Rewiring):
 
   def survivors(self, state, totals, active, scores):
     left = [
-      jnp.sum(a & (engine.value(s) > 0), dtype=jnp.int32)
+      engine.count_true(a & (engine.value(s) > 0))
       for a, s in zip(active, scores, strict=True)
     ]
-    return jnp.where(state.count == 0, totals, jnp.stack(left))
+    left = jnp.stack(left).astype(jnp.int32)
+    return jnp.where(state.count == 0, totals, left)
 
   def hold_zeros(self, updates, state, params):
     view = self.view(params)

@@ -258,7 +258,8 @@ class Rewiring(StaticRandomSparse):
     # A mask is constant on a block, so its mean is the block's bit.
     active = [a > 0 for a in pool(view.of(state.masks))]
     drop_units = pool(drop)
-    counts = jnp.stack([jnp.sum(a, dtype=jnp.int32) for a in active])
+    counts = jnp.stack([engine.count_true(a) for a in active])
+    counts = counts.astype(jnp.int32)
     goals = self.goals(view, state, counts)
     totals = goals * _groups(view)
     # A mask may have fewer units than its target (`continue_sparse`).

@@ -8,6 +8,7 @@ beside this file tells the algorithm.
 from jaxpruner.engine.conditional import run_if
 from jaxpruner.engine.expression import ScoreExpr, Scores, apply, defer, value
 from jaxpruner.engine.leaves import row_from
+from jaxpruner.engine.search import count_true
 from jaxpruner.engine.selection import Selection, all_finite, select
 from jaxpruner.engine.warm_start import new as new_hint
 
@@ -17,6 +18,7 @@ __all__ = [
   "Selection",
   "all_finite",
   "apply",
+  "count_true",
   "defer",
   "new_hint",
   "row_from",

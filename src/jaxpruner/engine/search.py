@@ -160,7 +160,10 @@ def reached(
   can go: when a reduction of one operand is not rewritten.
   """
   probes = State.unpack(row).probes
-  hits = [(ranks >= probes[0, p]).astype(COUNT) for p in range(PROBES)]
+  # "Above the key before" is one vector operation, "at or above" is two. No probe
+  # is the lowest integer.
+  before = probes - 1
+  hits = [(ranks > before[0, p]).astype(COUNT) for p in range(PROBES)]
   return sums(hits, axes)
 
 
@@ -174,6 +177,27 @@ def sums(
     return [x + y for x, y in zip(a, b, strict=True)]
 
   return lax.reduce(values, zeros, add, axes)
+
+
+@jax.jit
+def count_true(which: Bool[Array, "*shape"]) -> UInt[Array, ""]:
+  """Count the true entries of an array.
+
+  What XLA does: it stores the operand of a long one-operand reduction, as wide
+  as the sum, and gives a reduction to a scalar to one thread. What we do: one
+  reduction of two operands, odd and even columns, the last axis first. What it
+  saves: 4 bytes per entry of temporary memory, and half of the time on two
+  cores. When it can go: when XLA does neither.
+  """
+  axis = which.ndim - 1
+  if axis < 0:
+    return which.astype(COUNT)
+  odd = lax.broadcasted_iota(jnp.int32, which.shape, axis) & 1 == 1
+  halves = [(which & columns).astype(COUNT) for columns in (odd, ~odd)]
+  halves = sums(halves, (axis,))
+  if axis:
+    halves = sums(halves, tuple(range(axis)))
+  return halves[0] + halves[1]
 
 
 def _narrow(state: State, counts: UInt[Array, "segments probes"]) -> Bracket:
