@@ -70,3 +70,20 @@ def test_sparse_ops(run, tmp_path):
   )
   assert "| 64×128 | 50% | bitmask, sell |" in text
   assert "| 128×128 | 90% | block |" in text
+
+
+def test_before_after(monkeypatch, tmp_path):
+  monkeypatch.syspath_prepend(str(SCRIPTS))
+  page = importlib.import_module("page")
+  script = importlib.import_module("before_after")
+  monkeypatch.setattr(page, "RESULTS", tmp_path)
+  monkeypatch.setattr(script, "MODELS", {"4-4": [4, 4]})
+  monkeypatch.setattr(script, "REST", [4, 4])
+  monkeypatch.setattr(script, "SIZES", (3000,))
+  monkeypatch.setattr(script, "TURNS", 1)
+  monkeypatch.setattr(script, "_in_process", lambda _source: script.measure())
+  monkeypatch.setattr("sys.argv", ["before_after", str(tmp_path)])
+  script.main()
+  text = (tmp_path / "before_after.md").read_text()
+  assert "| compile ÷ dense, 4-4, rigl |" in text
+  assert "| step at rest ÷ dense, 12 × 512², magnitude_ste |" in text

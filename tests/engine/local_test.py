@@ -26,7 +26,7 @@ def find(way, leaves, ones, hint=None, together=False):
   leaves = [jnp.asarray(leaf) for leaf in leaves]
   group = Group(tuple(leaf_of(leaf)[0] for leaf in leaves), together)
   inputs = [(leaf,) for leaf in leaves]
-  found = way.select(group, inputs, ones, hint)
+  found = way.find_thresholds(group, inputs, ones, hint)
   masks = group.masks(inputs, found.level, found.cut)
   return masks, found.finite, found.level
 

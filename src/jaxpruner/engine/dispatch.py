@@ -65,7 +65,7 @@ def _evaluate(*args, local, sharded, treedef, shapes):
 
 _choice_p.def_impl(_evaluate)
 _choice_p.def_abstract_eval(
-  lambda *args, local, sharded, treedef, shapes: [
+  lambda *_, shapes, **__: [
     jax.core.ShapedArray(shape, dtype) for shape, dtype in shapes
   ]
 )

@@ -206,7 +206,7 @@ _FROM_RANK = np.array([[1, -1]], np.float32)
 _FIRST = np.array([[0, 0.27, 0.43, 0.57, 0.73, 1]], np.float32)
 
 
-def select(
+def find_thresholds(
   group: Group,
   inputs: list[tuple[Array, ...]],
   keep: UInt[Array, " segments"],

@@ -19,7 +19,7 @@ from jaxpruner.engine import search, warm_start
 from jaxpruner.engine.leaves import Group, flat_index, vary
 
 
-def select(
+def find_thresholds(
   group: Group,
   inputs: list[tuple[Array, ...]],
   keep: UInt[Array, " segments"],

@@ -160,8 +160,7 @@ def reached(
   can go: when a reduction of one operand is not rewritten.
   """
   probes = State.unpack(row).probes
-  # "Above the key before" is one vector operation, "at or above" is two. No probe
-  # is the lowest integer.
+  # ">" is one vector operation, ">=" is two. No probe is the lowest integer.
   before = probes - 1
   hits = [(ranks > before[0, p]).astype(COUNT) for p in range(PROBES)]
   return sums(hits, axes)
@@ -235,8 +234,8 @@ def _next_probes(state: State) -> Int[Array, "segments probes"]:
   width = lax.bitcast_convert_type(high - low, unsigned)[:, None]
   inside = jnp.maximum((reach - beyond).astype(jnp.float32), 1)[:, None]
   above = (reach - state.keep).astype(jnp.float32)[:, None]
-  # If scores are spread evenly between the bounds, so far from its expected
-  # place is the one that many are below.
+  # If the keys are spread evenly in the bracket, the one that `above` of them
+  # exceed has this standard deviation, counted in keys.
   spread = jnp.sqrt(jnp.maximum(above * (1 - above / inside), 0.25))
   guess = (above + spread * _AWAY) / inside
   step = fraction(width, jnp.where(state.evenly[:, None], _EVEN, guess))
@@ -328,13 +327,13 @@ def search(
     finite = jnp.where(is_first, _all_finite(group, counts), finite)
     total = group.per_segment(counts)
     total += jnp.where(state.by_index, state.bracket.beyond, 0)[:, None]
-    new = _choose(state.done, state.bracket, _narrow(state, total))
+    new = _where(state.done, state.bracket, _narrow(state, total))
     done = state.done | (new.reach == state.keep)
     tied = ~done & (new.low == new.high)
     inside, before = (x.reach - x.beyond for x in (new, state.bracket))
     ties = Bracket(last, jnp.full_like(last, top), inside, inside * 0)
     state = state._replace(
-      bracket=_choose(tied, ties, new),
+      bracket=_where(tied, ties, new),
       keep=state.keep - jnp.where(tied, new.beyond, 0),
       by_index=state.by_index | tied,
       level=jnp.where(state.by_index, state.level, new.low),
@@ -366,7 +365,7 @@ def search(
   )
 
 
-def _choose(which: Bool[Array, " segments"], a: Any, b: Any) -> Any:
+def _where(which: Bool[Array, " segments"], a: Any, b: Any) -> Any:
   return jax.tree.map(lambda x, y: jnp.where(which, x, y), a, b)
 
 

@@ -196,8 +196,8 @@ def _run(
   shapes.append(struct((len(group.leaves),), jnp.bool_))
   shapes.append(struct(keep.shape, order.search_dtype(group.dtype)))
   *masks, finite, level = dispatch_on_sharding(
-    _Task(local.select, group),
-    _Task(mesh.select, group),
+    _Task(local.find_thresholds, group),
+    _Task(mesh.find_thresholds, group),
     shapes,
     inputs,
     keep,
