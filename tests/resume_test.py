@@ -52,6 +52,8 @@ def packed_run(name):
 
 def resume(trainer, history, restored):
   """Finish the run from a restored state; return it, and check no retrace."""
+  # The run may be older than a change of JAX's settings, which empties caches.
+  trainer.jitted(*history[HALFWAY], make_batch())
   before = trainer.traces
   result = trainer.run(*restored, make_batch(), STEPS - HALFWAY)
   assert trainer.traces == before, "a restored state was traced anew"

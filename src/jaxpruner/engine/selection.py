@@ -67,8 +67,8 @@ def select(
   """
   if not together and len(keep) != len(scores):
     raise ValueError(
-      f"keep has {len(keep)} counts for {len(scores)} leaves; give one count "
-      "per leaf, or together=True for one count over all"
+      f"keep (ones) has {len(keep)} counts for {len(scores)} leaves; give one "
+      "count per leaf, or together=True for one count over all"
     )
   arrays = jax.tree.leaves(
     [s.inputs if isinstance(s, ScoreExpr) else s for s in scores]
