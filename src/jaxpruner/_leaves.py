@@ -6,7 +6,6 @@ such trees with the parameters instead, and `Prunable` leaves it out.
 """
 
 import fnmatch
-import zlib
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, TypeAlias
 
@@ -226,11 +225,6 @@ def match_patterns(
     return None
 
   return [applies(path) for path in paths]
-
-
-def path_hash(names: Names) -> int:
-  """A number for a leaf's path, to draw by: leaf order never matters."""
-  return zlib.crc32(join(names).encode())
 
 
 def shard_like(x: jax.Array, param: jax.Array) -> jax.Array:

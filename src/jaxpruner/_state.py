@@ -299,15 +299,7 @@ def _kept_and_grown(old: Array, new: Array) -> Array:
   # Correct for packed bits and for bytes of 0 and 1.
   ones = [jax.lax.population_count(x) for x in (new, new & ~old)]
   values = [x.astype(jnp.uint32) for x in ones]
-  # XLA's CPU backend first writes the operand of a long one-operand reduction
-  # to memory. One reduction of two operands, the rows first, is vectorized
-  # without that copy and divided among threads.
-  add = lambda a, b: [x + y for x, y in zip(a, b, strict=True)]
-  last = old.ndim - 1
-  for axes in ((last,), tuple(range(last))):
-    if old.ndim and axes:
-      values = jax.lax.reduce(values, [np.uint32(0)] * 2, add, axes)
-  return jnp.stack(values)
+  return jnp.stack(engine.totals(values))
 
 
 def find_state(opt_state: PyTree) -> SparseState:

@@ -8,7 +8,7 @@ beside this file tells the algorithm.
 from jaxpruner.engine.conditional import run_if
 from jaxpruner.engine.expression import ScoreExpr, Scores, apply, defer, value
 from jaxpruner.engine.leaves import row_from
-from jaxpruner.engine.search import count_true
+from jaxpruner.engine.search import count_true, totals
 from jaxpruner.engine.selection import Selection, all_finite, select
 from jaxpruner.engine.warm_start import new as new_hint
 
@@ -24,5 +24,6 @@ __all__ = [
   "row_from",
   "run_if",
   "select",
+  "totals",
   "value",
 ]

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jaxpruner import _leaves
+from jaxpruner import _leaves, _tools
 from jaxpruner.engine.leaves import flat_index, row_from
 
 
@@ -36,7 +36,9 @@ def draw(
 def _words(data: Array, salt: Any, names: tuple[_leaves.Names, ...]) -> Array:
   """Two random words for each leaf."""
   key = jax.random.fold_in(jax.random.wrap_key_data(data), salt)
-  paths = jnp.array([_leaves.path_hash(path) for path in names], jnp.uint32)
+  paths = jnp.array(
+    [_tools.path_hash(_leaves.join(n)) for n in names], jnp.uint32
+  )
   keys = jax.vmap(lambda path: jax.random.fold_in(key, path))(paths)
   return jax.random.key_data(keys)
 
