@@ -92,6 +92,25 @@ def test_what_a_killed_writer_left_is_swept_and_a_living_one_is_not(tmp_path):
   assert sorted(p.name for p in tmp_path.iterdir()) == ["x", "y"]
 
 
+@pytest.mark.parametrize("jump", [-4e8, -90_000.0, 90_000.0, 4e8])
+def test_a_jump_of_the_clock_removes_nothing_that_lives(
+  tmp_path, monkeypatch, jump
+):
+  process = writer(tmp_path / "x")
+  now = time.time()
+  monkeypatch.setattr(_atomic.time, "time", lambda: now + jump)
+  try:
+    replace(tmp_path / "y")
+    assert _atomic.sweep(tmp_path) == []
+    assert len(list(tmp_path.iterdir())) == 2
+  finally:
+    process.kill()
+    process.wait()
+    process.stdout.close()
+  assert len(_atomic.sweep(tmp_path)) == 1
+  assert [p.name for p in tmp_path.iterdir()] == ["y"]
+
+
 def test_another_hosts_temporary_file_stays_for_a_day(tmp_path):
   left = tmp_path / ".x.00000000-00000000.jaxpruner.tmp"
   left.write_bytes(b"")
