@@ -112,4 +112,7 @@ def __getattr__(name: str) -> Any:
     from importlib import metadata
 
     return metadata.version("jaxpruner")
+  if name == "ALGORITHM_REGISTRY":
+    legacy = importlib.import_module("jaxpruner._legacy")
+    return legacy.old_names(__name__, frames=4)(name)
   raise AttributeError(f"module 'jaxpruner' has no attribute {name!r}")

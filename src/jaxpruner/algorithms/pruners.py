@@ -6,7 +6,12 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from jaxpruner import _leaves, base_updater, sparsity_distributions
+from jaxpruner import (
+  _leaves,
+  _legacy,
+  base_updater,
+  sparsity_distributions,
+)
 from jaxpruner._leaves import PyTree
 
 
@@ -129,3 +134,6 @@ class RandomPruning(base_updater.BaseUpdater):
   def calculate_scores(self, params, sparse_state=None, grads=None):
     del grads
     return self.random_scores(params, sparse_state)
+
+
+__getattr__ = _legacy.old_names(__name__)

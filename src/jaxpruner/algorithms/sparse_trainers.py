@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpruner import _leaves, base_updater, engine, sparsity_types
+from jaxpruner import _leaves, _legacy, base_updater, engine, sparsity_types
 from jaxpruner._state import refuse_nan
 from jaxpruner.algorithms import criteria, redistribution
 
@@ -55,7 +55,7 @@ class StaticRandomSparse(base_updater.BaseUpdater):
 
 
 @dataclasses.dataclass(eq=False)
-class Rewiring(StaticRandomSparse):
+class Rewiring(_legacy.OldHooks, StaticRandomSparse):
   """Drop some of the kept weights and grow the same number of others.
 
   This is the mechanism of dynamic sparse training. Three parts configure it:
@@ -75,6 +75,7 @@ class Rewiring(StaticRandomSparse):
     redistribute: each leaf's share of the dropped weights; None means that each
       leaf grows the number that it dropped.
     momentum_decay: decay of the running mean of gradients, if a part needs it.
+    is_debug: has no effect; accepted because the paper's library has it.
 
   Example:
     >>> import functools, jax.numpy as jnp, jaxpruner
@@ -95,6 +96,7 @@ class Rewiring(StaticRandomSparse):
   grow: Callable[[criteria.Seen], Any] = criteria.Random()
   redistribute: Callable[..., Any] | None = None
   momentum_decay: float = 0.9
+  is_debug: bool = False
 
   regrows: ClassVar[bool] = True
 
@@ -420,3 +422,6 @@ class RigL(Rewiring):
     paper="Evci et al., 2020",
     cost="a sparse step; dense gradients and two selections per mask update",
   )
+
+
+__getattr__ = _legacy.old_names(__name__)
