@@ -54,6 +54,20 @@ def test_the_table_of_algorithms_is_a_mapping_of_names():
     assert "mine" in jaxpruner.all_algorithm_names()
 
 
+@pytest.mark.parametrize(
+  "name",
+  ["NoUpdateSchedule", "OneShotSchedule", "PolynomialSchedule"],
+)
+def test_schedules_are_found_at_the_top(name):
+  with told(f"jaxpruner.sparsity_schedules.{name}"):
+    assert getattr(jaxpruner, name) is getattr(sparsity_schedules, name)
+
+
+def test_the_base_of_sparsity_types_is_found_at_the_top():
+  with told("jaxpruner.sparsity_types.SparsityType"):
+    assert jaxpruner.SparsityType is sparsity_types.SparsityType
+
+
 @pytest.mark.parametrize("scale", [1.0, 0.5])
 def test_erk_by_shapes_is_erk_before_rounding(scale):
   shapes = {"a": (2, 40), "b": (3, 60), "c": (5, 4, 60)}
@@ -289,6 +303,57 @@ def test_a_trainer_written_from_the_old_parts_runs():
     before, np.abs(SCORES), np.asarray(draws), before.sum() // 4
   )
   np.testing.assert_array_equal(after, wanted)
+
+
+def test_an_override_may_choose_between_updates_inside_the_step():
+  ramp = sparsity_schedules.PolynomialSchedule(1, 0, 4)
+
+  @dataclasses.dataclass
+  class PruneThenRewire(sparse_trainers.RigL):
+    def get_initial_masks(self, params, target_sparsities):
+      return jax.tree.map(
+        lambda p, _: jnp.ones(p.shape, mask_calculator.MASK_DTYPE),
+        params,
+        target_sparsities,
+      )
+
+    def prune(self, sparse_state, params, grads):
+      sparsities = self.scheduler.get_sparsity_at_step(
+        sparse_state.target_sparsities, sparse_state.count
+      )
+      scores = jax.tree.map(jnp.abs, params)
+      return sparse_state._replace(masks=self.create_masks(scores, sparsities))
+
+    def rewire(self, sparse_state, params, grads):
+      drop = self._get_drop_scores(sparse_state, params, grads)
+      grow = self._get_grow_scores(sparse_state, params, grads)
+      update = functools.partial(
+        self._update_masks, drop_fraction=self.drop_fraction_fn(0)
+      )
+      masks = jax.tree.map(update, sparse_state.masks, drop, grow)
+      return sparse_state._replace(masks=masks)
+
+    def update_state(self, sparse_state, params, grads):
+      done = sparse_state.count >= 4
+      return jax.lax.cond(
+        done, self.rewire, self.prune, sparse_state, params, grads
+      )
+
+  pruner = PruneThenRewire(
+    sparsity_distribution_fn=half,
+    scheduler=ramp,
+    drop_fraction_fn=lambda _: 0.25,
+  )
+  tx = pruner.wrap_optax(optax.adam(0.1))
+  state, kept = tx.init(PARAMS), []
+  for _ in range(5):
+    _, state = jax.jit(tx.update)(GRADS, state, PARAMS)
+    kept.append(int(state.masks["w"].sum()))
+  wanted = [
+    reference.num_ones(48, float(reference.zhu_gupta(0.5, t, 0, 4)))
+    for t in range(4)
+  ]
+  assert kept == [*wanted, wanted[-1]]
 
 
 def test_summaries_of_utils_name_dense_leaves_too():

@@ -7,6 +7,7 @@ it is called, so every layer may offer its old names.
 """
 
 import functools
+import importlib
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -248,6 +249,12 @@ def _restart(target_tree: Any, masks: Any) -> Any:
   return _leaves.map_masks(zero, target_tree, masks)
 
 
+def _from(module: str, name: str) -> tuple[Callable[[], Any], str]:
+  home = f"jaxpruner.{module}"
+  get = lambda: getattr(importlib.import_module(home), name)
+  return get, f"{home}.{name}"
+
+
 def _registry() -> Any:
   from jaxpruner import api
 
@@ -303,5 +310,10 @@ _NAMES: dict[str, dict[str, tuple[Callable[[], Any], str]]] = {
       _registry,
       "jaxpruner.register_algorithm and jaxpruner.algorithm_class",
     ),
+    "NoUpdateSchedule": _from("sparsity_schedules", "NoUpdateSchedule"),
+    "OneShotSchedule": _from("sparsity_schedules", "OneShotSchedule"),
+    "PeriodicSchedule": _from("sparsity_schedules", "PeriodicSchedule"),
+    "PolynomialSchedule": _from("sparsity_schedules", "PolynomialSchedule"),
+    "SparsityType": _from("sparsity_types", "SparsityType"),
   },
 }
