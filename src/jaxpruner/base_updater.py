@@ -498,7 +498,9 @@ class BaseUpdater:
       >>> float(pruner.post_gradient_update(params, state).sum())
       4.0
     """
-    return self.apply_masks(params, find_state(opt_state).masks)
+    state = find_state(opt_state)
+    _transform.check_made_by(self, params, state)
+    return self.apply_masks(params, state.masks)
 
   # --- methods that an algorithm may call ----------------------------------
 
