@@ -102,6 +102,7 @@ class Rewiring(_legacy.OldHooks, StaticRandomSparse):
   is_debug: bool = False
 
   regrows: ClassVar[bool] = True
+  changes: ClassVar[tuple[str, ...]] = ()
 
   def __post_init__(self):
     super().__post_init__()

@@ -181,13 +181,13 @@ class _Seed:
     density = treedef.unflatten(
       [
         mask.mean(dtype=jnp.float32)
-        if tally is None
+        if not tally
         else tally.kept[i].astype(jnp.float32) / mask.size
         for i, mask in enumerate(flat)
       ]
     )
     stored = jax.tree.map(jnp.ones_like, density)
-    if self._updater.holds_zeros:
+    if not self._updater.reselects:
       stored = density
     key = self._updater.category.trained
     if key is not None and flat:
