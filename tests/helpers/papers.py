@@ -278,7 +278,7 @@ def straight_through(score, choose=each, first=True, decay=0.0):
 
 
 def movement(choose, descend):
-  """Scores follow `−w · ∂L/∂w`; masked weights wait at their values."""
+  """Scores follow `−w · ∂L/∂w`; masked weights get no gradient."""
 
   def run(draws):
     w, mask, sgd, score = start(), ones(), Sgd(0), zeros()
