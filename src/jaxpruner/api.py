@@ -23,6 +23,7 @@ _REGISTRY: Registry[type[base_updater.BaseUpdater]] = Registry(
     "static_sparse": algorithms.StaticRandomSparse,
     "set": algorithms.SET,
     "rigl": algorithms.RigL,
+    "signal_rigl": algorithms.SignalRigL,
     "snfs": algorithms.SNFS,
     "top_kast": algorithms.TopKAST,
     "itop": algorithms.ITOP,
@@ -166,7 +167,8 @@ def create_updater_from_config(
         "polynomial", "alternating", "geometric", or a name given to
         `register_schedule`, with its fields as further keys.
       - `drop`, `grow`: how a sparse trainer ranks weights: "magnitude",
-        "gradient", "momentum", "random" or "magnitude_gradient".
+        "gradient", "momentum", "random", "magnitude_gradient" or
+        "signal_to_noise".
         `redistribute`: "momentum" or "survivors". Each may be a mapping
         `{"name": …, field: value}`.
       - `phases`: a list of configurations, each with the step `start` from

@@ -113,6 +113,31 @@ def test_movement_keeps_what_moved_from_zero():
     check_hidden(pruner, history[t + 1], w, mask)
 
 
+@pytest.mark.parametrize("momentum, decay", [(0.0, 0.0), (0.5, 0.0), (0, 0.1)])
+def test_movement_moves_masked_weights_by_momentum_and_decay_only(
+  momentum, decay
+):
+  pruner = jaxpruner.MovementPruning(
+    sparsity_distribution_fn=half, scheduler=RAMP
+  )
+  inner = optax.chain(
+    optax.add_decayed_weights(decay), optax.sgd(RATE, momentum or None)
+  )
+  history = run(pruner, inner)
+  w = flat(WEIGHTS)
+  v = {k: np.zeros_like(x) for k, x in w.items()}
+  mask = {k: np.ones(x.shape) for k, x in w.items()}
+  for t, (params, state) in enumerate(history[1:]):
+    moved = 0.0
+    for k, g in at(GRADS, t).items():
+      v[k] = momentum * v[k] + np.where(mask[k] == 1, g, 0) + decay * w[k]
+      w[k] = w[k] - RATE * v[k]
+      moved += np.abs(np.where(mask[k] == 1, 0, v[k])).sum()
+      mask[k] = np.asarray(state.masks[k]["kernel"])
+    assert (moved > 0) == (t > 0 and momentum + decay > 0)
+    check_params(pruner.dense_params(params, state), w)
+
+
 def test_soft_movement_shares_one_threshold():
   pruner = jaxpruner.SoftMovementPruning(
     sparsity=0.5, scheduler=RAMP, penalty=0.3, score_rate=0.7

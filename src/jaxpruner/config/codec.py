@@ -16,6 +16,7 @@ CRITERIA = {
   "momentum": criteria.Momentum,
   "random": criteria.Random,
   "magnitude_gradient": criteria.MagnitudeGradient,
+  "signal_to_noise": criteria.SignalToNoise,
 }
 
 # Fields that hold an object -> the names of these objects in configuration.
