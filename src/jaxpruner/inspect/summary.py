@@ -1,10 +1,12 @@
 """Summaries of sparse trees, in exact integers."""
 
 import math
+import warnings
 from typing import Any, TypeAlias
 
 import jax
 import jax.core
+import jax.numpy as jnp
 import numpy as np
 
 from jaxpruner import _leaves, _tools
@@ -35,14 +37,43 @@ def _size(leaf: Any) -> int:
   return math.prod(np.shape(leaf))
 
 
-def count_nonzero(leaf: Any, packed: bool = False, name: str = "kernel") -> int:
-  """Count the nonzero entries (the ones of packed bits) of a leaf, exactly."""
+def count_nonzero(leaf: Any, packed: bool = False, name: str = "kernel") -> Any:
+  """Count the nonzero entries (the ones of packed bits) of a leaf, exactly.
+
+  Under `jit` the count is traced: uint32, float32 from 2**32 entries on.
+  """
+  if isinstance(leaf, jax.core.Tracer):
+    return _count_traced(leaf, packed)
   _check_values(leaf, name)
   if packed:
     return sum(
       int(np.bitwise_count(b).sum(dtype=np.int64)) for b in _blocks(leaf)
     )
   return sum(int(np.count_nonzero(b)) for b in _blocks(leaf))
+
+
+def _count_traced(leaf: Any, packed: bool) -> Any:
+  ones = (leaf != 0).astype(jnp.uint32)
+  if packed:
+    ones = jax.lax.population_count(leaf).astype(jnp.uint32)
+  small = leaf.size * (8 if packed else 1) < 1 << 32
+  return jnp.sum(ones, dtype=jnp.uint32 if small else jnp.float32)
+
+
+def _refuse_packed(leaf: Any, count: Any, name: str) -> Any:
+  """Return the count of a leaf; raise, or return NaN, if it is packed bits."""
+  if getattr(leaf, "dtype", None) != np.uint8 or not _size(leaf):
+    return count
+  if isinstance(leaf, jax.core.Tracer):
+    # The values are unknown here, so that nothing can be raised.
+    return jnp.where(jnp.max(leaf) > 1, jnp.nan, count.astype(jnp.float32))
+  if any(b.size and int(b.max()) > 1 for b in _blocks(leaf)):
+    raise ValueError(
+      f"leaf {name!r} is uint8 with values above 1: packed bits of a mask, "
+      "whose shape is unknown here; pass the parameters too, "
+      "summarize_sparsity(masks, params=params)"
+    )
+  return count
 
 
 def _check_values(leaf: Any, name: str) -> None:
@@ -78,14 +109,21 @@ def summarize_sparsity(
 ) -> dict[str, Any]:
   """Return the fraction of zeros of each leaf, and of all together.
 
+  Works inside `jit` too, where fractions and `_nparams_nnz` are traced.
+
   Args:
     param_tree: tree of parameters, or of masks (`None` leaves are left out).
     only_total_sparsity: return the totals only, not the leaves.
-    params: for packed masks, the parameters (or shapes) they belong to.
+    params: for packed masks, the parameters (or shapes) they belong to. Without
+      them packed masks are refused; inside `jit`, where their values are
+      unknown, the result is NaN.
 
   Returns:
     `{"a/b/kernel": fraction, …, "_total_sparsity": float, "_nparams": int,
     "_nparams_nnz": int}`.
+
+  Raises:
+    ValueError: a leaf is packed bits and `params` is missing.
 
   Example:
     >>> import jax.numpy as jnp, jaxpruner
@@ -95,7 +133,8 @@ def summarize_sparsity(
   rows = []
   if params is None:
     for names, leaf in _leaves.flatten_with_names(param_tree)[0]:
-      count = count_nonzero(leaf, name=_leaves.join(names))
+      name = _leaves.join(names)
+      count = _refuse_packed(leaf, count_nonzero(leaf, name=name), name)
       rows.append((names, _size(leaf), count))
   else:
     leaves = _leaves.flatten_with_names(params)[0]
@@ -105,14 +144,67 @@ def summarize_sparsity(
         name = _leaves.join(names)
         packed = _is_packed(entry, leaf, name)
         rows.append((names, _size(leaf), count_nonzero(entry, packed, name)))
-  size, ones = sum(r[1] for r in rows), sum(r[2] for r in rows)
+  size, ones = sum(r[1] for r in rows), _total(rows)
   summary: dict[str, Any] = {}
   if not only_total_sparsity:
-    summary = {_leaves.join(names): _fraction(n - k, n) for names, n, k in rows}
-  summary["_total_sparsity"] = _fraction(size - ones, size)
+    summary = {_leaves.join(names): _removed(k, n) for names, n, k in rows}
+  summary["_total_sparsity"] = _removed(ones, size)
   summary["_nparams"] = size
   summary["_nparams_nnz"] = ones
   return summary
+
+
+def _total(rows: list[Any]) -> Any:
+  """Add the counts: exactly outside `jit`, and in uint32 inside if it fits."""
+  counts = [count for *_, count in rows]
+  if not any(isinstance(count, jax.Array) for count in counts):
+    return sum(counts)
+  whole = all(jnp.issubdtype(jnp.result_type(c), jnp.integer) for c in counts)
+  fits = sum(size for _, size, _ in rows) < 1 << 32
+  dtype = jnp.uint32 if whole and fits else jnp.float32
+  return jnp.sum(jnp.stack([jnp.asarray(c).astype(dtype) for c in counts]))
+
+
+def _removed(ones: Any, size: int) -> Any:
+  """Return the fraction of zeros, given the number of nonzeros."""
+  if not isinstance(ones, jax.Array):
+    return _fraction(size - ones, size)
+  if jnp.issubdtype(ones.dtype, jnp.integer):
+    return (np.uint32(size) - ones).astype(jnp.float32) / np.float32(size)
+  return 1 - ones / np.float32(size)
+
+
+def warn_if_contradicted(params: PyTree, masks: PyTree, caller: str) -> None:
+  """Warn of weights that masks remove although they are not zero.
+
+  Args:
+    params: the parameters.
+    masks: their masks, `None` for dense leaves; traced leaves are left out.
+    caller: the function that goes on with the masks, for the message.
+  """
+  found = {}
+  leaves = _leaves.flatten_with_names(params)[0]
+  for (names, leaf), mask in zip(
+    leaves, _leaves.align(params, masks), strict=True
+  ):
+    traced = isinstance(leaf, jax.core.Tracer | jax.ShapeDtypeStruct)
+    if mask is None or traced or np.shape(mask) != np.shape(leaf):
+      continue
+    pairs = zip(_blocks(leaf), _blocks(mask), strict=True)
+    count = sum(int(np.count_nonzero((w != 0) & (m == 0))) for w, m in pairs)
+    if count:
+      found[_leaves.join(names)] = count
+  if found:
+    first = ", ".join(f"{name} ({count:,})" for name, count in found.items())
+    first = first if len(found) <= 4 else f"{first.split(', ')[0]}, …"
+    warnings.warn(
+      f"{caller}: the masks remove {sum(found.values()):,} weights that are "
+      f"not zero in params: {first}; the masks win, so the result differs from "
+      "params. If these masks belong to other params or to an earlier step, "
+      "pass the right ones; else mask the params first with "
+      "pruner.post_gradient_update(params, opt_state)",
+      stacklevel=3,
+    )
 
 
 def summarize_intersection(
