@@ -22,6 +22,7 @@ CORE = [
     "_leaves",
     "_on_use",
     "_registry",
+    "_stacks",
     "engine",
     "program",
     "mask_calculator",

@@ -82,7 +82,7 @@ def _new_masks(updater, due, state, params, grads, extra) -> SparseState:
     options = accepted(updater.update_state, extra)
     new = updater.update_state(old, params, grads, **options)
     _check_structure(updater, old, new)
-    new = count_changes(old, new, updater.regrows)
+    new = count_changes(updater.view(params), old, new, updater.regrows)
     return {name: getattr(new, name) for name in names}
 
   fields = {name: getattr(state, name) for name in names}

@@ -307,7 +307,7 @@ def _spelled(
       return codec.spell_distribution(value)
     implied = distribution.knows_sparsity(updater.sparsity_type)
     return {} if implied else {"sparsity": 0.0}
-  if name == "custom_sparsity_map":
+  if name in ("custom_sparsity_map", "stacked_axis") and hasattr(value, "keys"):
     return {name: codec.spell_map(value)} if value else {}
   if base_updater.frozen(value) == base_updater.frozen(field.default):
     return {}

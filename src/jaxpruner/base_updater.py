@@ -82,6 +82,11 @@ class BaseUpdater:
     continue_sparse: start from a sparse model: weights that are zero at `init`
       are already pruned. Masks do not change until the schedule asks for fewer
       weights than are left.
+    stacked_axis: which leaves hold a stack of layers, each slice of which has
+      its own target and mask: "auto" finds what `nn.scan`, `nn.vmap` and
+      annotated axes say; an axis such as 0 for all leaves; a mapping from path
+      or glob to axis; a function `(names, param) -> axis or None`; "none" for
+      no leaf. `sparsity_table` shows what was found.
 
   Example:
     >>> import dataclasses, functools, jax, jax.numpy as jnp, jaxpruner
@@ -106,6 +111,7 @@ class BaseUpdater:
   topk_fn: Callable[[Array, Any], Array] | None = None
   track_exploration: bool = False
   continue_sparse: bool = False
+  stacked_axis: Any = "auto"
 
   category: ClassVar[Category] = Category()
   # "leaf": scores are ranked within their leaf; "global": over all leaves.
@@ -254,8 +260,8 @@ class BaseUpdater:
     Returns:
       A pytree of arrays, or None.
     """
-    del params
-    number = len(jax.tree.leaves(masks))
+    del masks
+    number = len(self.view(params).names)
     return engine.new_hint(number) if self.steady and number else None
 
   def on_gradients(
@@ -478,7 +484,7 @@ class BaseUpdater:
       masks = self.get_initial_masks(params, view.put(None, view.targets))
     stats = self.init_extra(params, masks)
     first = _leaves.align(params, masks)
-    masks = view.store([first[i] for i in view.places])
+    masks = view.store(view.split(first))
     wanted = [jnp.asarray(s, jnp.float32) for s in view.targets]
     state = SparseState(
       masks=masks,
@@ -493,7 +499,7 @@ class BaseUpdater:
     return state._replace(
       skipped=jnp.zeros([len(view.names)], jnp.int32),
       explored=jax.tree.map(jnp.copy, masks) if tracked else None,
-      tally=new_tally(view.leaves, jax.tree.leaves(masks), tracked),
+      tally=new_tally(view, masks, tracked),
     )
 
   def instant_sparsify(
@@ -540,7 +546,7 @@ class BaseUpdater:
     _view.check_scores(self, view, scores)
     masks = self.create_masks(scores, view.put(None, view.targets))
     entries = _leaves.align(params, masks)
-    stored = view.store([entries[i] for i in view.places])
+    stored = view.store(view.split(entries))
     return self.apply_masks(params, masks, is_packed=False), stored
 
   def create_masks(self, scores: PyTree, sparsities: Sparsities) -> Masks:
@@ -705,6 +711,23 @@ class BaseUpdater:
     """
     return _view.build(self, params, targets)
 
+  def explain(self, params: PyTree) -> list[str]:
+    """Return, per leaf, why it is pruned or not; `sparsity_table` shows it.
+
+    Args:
+      params: the parameters, or their shapes.
+
+    Returns:
+      One reason per leaf, in the order of the tree.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxpruner
+      >>> pruner = jaxpruner.GlobalMagnitudePruning(sparsity=0.5)
+      >>> pruner.explain({"w": jnp.ones((2, 2)), "b": jnp.ones(2)})
+      ['a vector', 'a weight of 2 dimensions']
+    """
+    return _view.reasons(self, params)
+
   # --- internal methods ----------------------------------------------------
 
   def _distribute(self, params: PyTree) -> Sparsities:
@@ -737,7 +760,7 @@ class BaseUpdater:
     masks = self.create_masks(shown, view.put(None, sparsities))
     entries = _leaves.align(view.params, masks)
     finite = jnp.stack([engine.all_finite(s) for s in scores])
-    return engine.Selection([entries[i] for i in view.places], finite, hint)
+    return engine.Selection(view.split(entries), finite, hint)
 
   def _choose(self, view, scores, sparsities, hint=None) -> engine.Selection:
     """Return the selection of the highest scores, arrays or expressions."""

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from jaxpruner import base_updater
+from jaxpruner import _leaves, base_updater
 from jaxpruner.algorithms import pruners
 
 
@@ -44,7 +44,9 @@ class DecayingMaskPruning(pruners.MagnitudePruning):
   changes_stats: ClassVar[bool] = True
 
   def init_extra(self, params, masks):
-    return self.view(params).store(map(jnp.ones_like, jax.tree.leaves(masks)))
+    view = self.view(params)
+    ones = map(jnp.ones_like, view.split(_leaves.align(params, masks)))
+    return view.store(ones)
 
   def fading(self, step: Any) -> jax.Array:
     """Return β, the factor of the weights to be removed.

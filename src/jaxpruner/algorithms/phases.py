@@ -48,6 +48,9 @@ def chain(*phases: tuple[int, base_updater.BaseUpdater]) -> "Chain":
     track_exploration=tracked,
     continue_sparse=first is not None and first.continue_sparse,
     rng_seed=getattr(first, "rng_seed", None),
+    stacked_axis=next(
+      (p.stacked_axis for _, p in phases if not _is_dense(p)), "auto"
+    ),
   )
 
 
@@ -95,6 +98,7 @@ class Chain(base_updater.BaseUpdater):
       phase = dataclasses.replace(
         phase,
         use_packed_masks=self.use_packed_masks,
+        stacked_axis=self.stacked_axis,
         continue_sparse=waits or phase.continue_sparse,
       )
       phases.append((start, phase))
@@ -201,9 +205,10 @@ class Chain(base_updater.BaseUpdater):
         and phase.category.start == "sparse-to-sparse"
       ):
         masks = phase.get_initial_masks(params, phase.target_sparsities(params))
-        new = state._replace(masks=view.store(jax.tree.leaves(masks)))
+        first = view.split(_leaves.align(params, masks))
+        new = state._replace(masks=view.store(first))
       new = new._replace(stats=phase.init_extra(params, masks))
-      return count_changes(state, new, self.regrows)
+      return count_changes(view, state, new, self.regrows)
 
     first = state.count == start
     if not isinstance(first, jax.core.Tracer):

@@ -2,14 +2,14 @@
 
 import math
 import warnings
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpruner import _leaves, _tools
+from jaxpruner import _leaves, _tools, mask_calculator
 from jaxpruner._state import find_state
 
 PyTree: TypeAlias = Any
@@ -281,8 +281,9 @@ def sparsity_table(
       the targets before anything is allocated.
     masks: masks, packed or not; by default the masks of `opt_state`, and
       without these the zeros of `params`.
-    updater: adds sparsity types and targets, and computes counts if there are
-      neither masks nor values.
+    updater: adds sparsity types, targets and the reason why a leaf is pruned or
+      not, and computes counts if there are neither masks nor values. A stacked
+      leaf has a line for each of its layers.
     opt_state: the optimizer state; adds the number of skipped mask updates.
 
   Returns:
@@ -294,45 +295,37 @@ def sparsity_table(
     >>> print(jaxpruner.sparsity_table(params).splitlines()[-1])
     all                             50.00%    2 of 4
   """
-  leaves = _leaves.flatten_with_names(params)[0]
   skipped = None
   if opt_state is not None:
     state = find_state(opt_state)
     masks = state.masks if masks is None else masks
     skipped = state.skipped
-  entries = _leaves.align(params, masks)
-  targets: list[Any] = [None] * len(leaves)
-  kinds: list[Any] = [None] * len(leaves)
-  if updater is not None:
-    view = updater.view(params)
-    for i, target, kind in zip(
-      view.places, view.targets, view.kinds, strict=True
-    ):
-      targets[i], kinds[i] = target, kind
-  table = [("leaf", "shape", "type", "target", "realised", "ones")]
+  table: list[tuple[str, ...]] = [
+    ("leaf", "shape", "type", "target", "realised", "ones", "why")
+  ]
   counts: dict[str, list[tuple[int, int]]] = {"prunable": [], "all": []}
-  for row, (names, leaf) in enumerate(leaves):
-    mask, target, kind = entries[row], targets[row], kinds[row]
-    is_pruned = mask is not None or target is not None
-    name = _leaves.join(names)
-    ones, size = _ones(leaf, mask, target, kind, masks, name), _size(leaf)
+  for row in _rows(params, masks, updater):
+    size = _size(row.leaf)
+    ones = _ones(*row[1:5], masks, row.name)
     counts["all"].append((ones, size))
-    if is_pruned:
+    if row.is_pruned:
       counts["prunable"].append((ones, size))
-    shape = "×".join(map(str, np.shape(leaf))) or "scalar"
-    masked = "masked" if kind is None else str(kind)
+    masked = "masked" if row.kind is None else str(row.kind)
     table.append(
       (
-        name,
-        shape,
-        masked if is_pruned else "dense",
-        "" if target is None else f"{target:.2%}",
+        row.name,
+        "×".join(map(str, np.shape(row.leaf))) or "scalar",
+        masked if row.is_pruned else "dense",
+        "" if row.target is None else f"{row.target:.2%}",
         *_realised(ones, size),
+        row.why,
       )
     )
+  if updater is None:
+    table = [row[:-1] for row in table]
   for label, pairs in counts.items():
     total = _realised(sum(k for k, _ in pairs), sum(n for _, n in pairs))
-    table.append((label, "", "", "", *total))
+    table.append((label, "", "", "", *total, "")[: len(table[0])])
   lines = _tools.align_columns(table)
   rule = "─" * max(map(len, lines))
   lines = [lines[0], rule, *lines[1:-2], rule, *lines[-2:]]
@@ -340,6 +333,48 @@ def sparsity_table(
   if refused:
     lines.append(f"{refused} mask updates were skipped: a score was not finite")
   return "\n".join(lines)
+
+
+class _Row(NamedTuple):
+  """One line of `sparsity_table`: a leaf, or a layer of a stacked leaf."""
+
+  name: str
+  leaf: Any
+  mask: Any
+  target: Any
+  kind: Any
+  why: str
+
+  @property
+  def is_pruned(self) -> bool:
+    return self.mask is not None or self.target is not None
+
+
+def _rows(params: PyTree, masks: PyTree, updater: Any) -> list[_Row]:
+  leaves = _leaves.flatten_with_names(params)[0]
+  entries = _leaves.align(params, masks)
+  whole = [
+    _Row(_leaves.join(names), leaf, entry, None, None, "")
+    for (names, leaf), entry in zip(leaves, entries, strict=True)
+  ]
+  if updater is None:
+    return whole
+  why = updater.explain(params)
+  view = updater.view(params)
+  own: dict[int, list[_Row]] = {}
+  for place, cut, names, target, kind in zip(
+    view.places, view.cuts, view.names, view.targets, view.kinds, strict=True
+  ):
+    leaf, mask = leaves[place][1], entries[place]
+    if cut is not None:
+      if mask is not None and _is_packed(mask, leaf, _leaves.join(names)):
+        mask = mask_calculator.unpack_mask(jnp.asarray(mask), leaf.shape)
+      mask = None if mask is None else cut.take(mask, leaf.shape)
+      leaf = cut.take(leaf, leaf.shape)
+    row = _Row(_leaves.join(names), leaf, mask, target, kind, why[place])
+    own.setdefault(place, []).append(row)
+  dense = [[row._replace(why=why[i])] for i, row in enumerate(whole)]
+  return [row for i, rows in enumerate(dense) for row in own.get(i, rows)]
 
 
 def _realised(ones: int, size: int) -> tuple[str, str]:

@@ -15,6 +15,7 @@ from jaxpruner.sparsity_distributions.filters import (
   check_filter,
   default_filter,
   is_floating,
+  judge,
 )
 from jaxpruner.sparsity_types import check_sparsity
 
@@ -61,6 +62,7 @@ class Budget:
     leaves: `(names, leaf)` of every leaf.
     free: the indices of the prunable leaves without a fixed sparsity.
     fixed: index -> the sparsity from `custom_sparsity_map`.
+    roles: whether the filter takes each leaf, and why.
     sizes: index -> the number of weights, for the free leaves.
     size: the number of weights in all free leaves.
 
@@ -82,10 +84,11 @@ class Budget:
     check_map(custom_sparsity_map)
     self.leaves, self.treedef = _leaves.flatten_with_names(params)
     self.fixed = _fixed(self.leaves, custom_sparsity_map or {})
+    self.roles = judge(filter_fn, self.leaves)
     self.free = [
       i
-      for i, (name, leaf) in enumerate(self.leaves)
-      if i not in self.fixed and filter_fn(name, leaf)
+      for i, role in enumerate(self.roles)
+      if i not in self.fixed and role.prunable
     ]
     self._check()
     self.sizes = {i: math.prod(self.leaves[i][1].shape) for i in self.free}
@@ -155,6 +158,20 @@ class Budget:
     for i, fixed in self.fixed.items():
       result[i] = fixed
     return self.treedef.unflatten(result)
+
+
+def explain(
+  leaves: list[tuple[_leaves.Names, Any]],
+  filter_fn: FilterFn,
+  custom_sparsity_map: SparsityMap | None,
+) -> list[str]:
+  """Return, per leaf, why a distribution prunes it or not."""
+  roles = judge(filter_fn, leaves)
+  fixed = _fixed(leaves, custom_sparsity_map or {})
+  return [
+    "custom_sparsity_map" if i in fixed else role.reason
+    for i, role in enumerate(roles)
+  ]
 
 
 def _fixed(
