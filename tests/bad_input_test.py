@@ -770,11 +770,6 @@ bad(
 # --- summaries ---------------------------------------------------------------
 
 bad(
-  lambda: jax.jit(lambda p: jaxpruner.summarize_sparsity(p))(PARAMS),
-  "dec/kernel",
-  "outside jit",
-)
-bad(
   lambda: jaxpruner.summarize_sparsity(jax.eval_shape(lambda: PARAMS)),
   "dec/kernel",
   "ShapeDtypeStruct",

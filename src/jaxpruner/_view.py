@@ -3,14 +3,22 @@
 import dataclasses
 import enum
 import functools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpruner import _leaves, _stacks, sparsity_distributions, sparsity_types
+from jaxpruner import (
+  _leaves,
+  _stacks,
+  engine,
+  sparsity_distributions,
+  sparsity_types,
+)
 from jaxpruner._leaves import Prunable, PyTree
 from jaxpruner._state import Array, Sparsities, check_seed, frozen
 from jaxpruner.sparsity_distributions import budget
@@ -68,12 +76,20 @@ def build(updater: Any, params: PyTree, targets: PyTree = None) -> Prunable:
   ]
   chosen = [i for i, s in enumerate(wanted) if s is not None]
   prunable = [leaves[i] for i in chosen]
-  kinds = _types(updater, prunable, [names for names, _ in leaves])
+  kinds = [
+    kind.for_leaf(names, leaf.shape) if hasattr(kind, "for_leaf") else kind
+    for kind, (names, leaf) in zip(
+      _types(updater, prunable, [names for names, _ in leaves]),
+      prunable,
+      strict=True,
+    )
+  ]
   found = [wanted[i] for i in chosen]
   if targets is None:
     rows = zip(prunable, kinds, found, strict=True)
     found = [_checked(updater, *leaf, kind, s) for leaf, kind, s in rows]
   _check_whole(homes, chosen, leaves)
+  _check_total(updater, prunable)
   view = Prunable(
     names=tuple(names for names, _ in prunable),
     kinds=tuple(kinds),
@@ -171,9 +187,23 @@ def _key(updater: Any, leaves: list[Any], treedef: Any) -> Any:
   return key
 
 
+def _check_total(updater: Any, leaves: list[Any]) -> None:
+  """Raise if a global ranking has more weights than it can count."""
+  sizes = {_leaves.join(names): math.prod(x.shape) for names, x in leaves}
+  if updater.ranking == "global" and sum(sizes.values()) >= 1 << 32:
+    largest = max(sizes, key=lambda name: sizes[name])
+    raise ValueError(
+      f"{type(updater).__name__}: the leaves ranked together have "
+      f"{sum(sizes.values()):,} weights, 2**32 or more; the largest is "
+      f"{largest!r} with {sizes[largest]:,}: rank leaf by leaf "
+      "(MagnitudePruning with erk), or leave some out with filter_fn"
+    )
+
+
 def _checked(updater, names, leaf, kind, sparsity) -> Any:
   """Return the target of a leaf, or raise if its type cannot give it."""
   name = f"params leaf {_leaves.join(names)!r}"
+  budget.check_size(name, leaf)
   if not isinstance(sparsity, jax.Array):
     sparsity = sparsity_distributions.check_sparsity(sparsity, name)
     if hasattr(kind, "sparsity"):
@@ -293,6 +323,66 @@ def check_whole(updater: Any, name: str, least: int) -> None:
       f"{type(updater).__name__}: {name}={value!r} must be an integer of at "
       f"least {least}"
     )
+
+
+def blame_keys(params: PyTree, error: Exception) -> None:
+  """Raise an error that names the first PRNG key among the parameters."""
+  for names, leaf in _leaves.flatten_with_names(params)[0]:
+    dtype = getattr(leaf, "dtype", None)
+    if dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key):
+      raise ValueError(
+        f"params leaf {_leaves.join(names)!r} is a PRNG key, {dtype} of shape "
+        f"{leaf.shape}, which has no score; keep keys out of params: "
+        "eqx.partition(model, eqx.is_inexact_array), nnx.split(model, "
+        "nnx.Param, ...)"
+      ) from error
+
+
+def select_at_once(updater: Any, view: Prunable, grads: PyTree) -> PyTree:
+  """Return the masks of `instant_sparsify` from one compiled function.
+
+  Inside it, scores are expressions that are never stored.
+
+  Args:
+    updater: a `BaseUpdater`.
+    view: the prunable leaves.
+    grads: the gradients, or None.
+
+  Returns:
+    The masks, not packed; None if the updater runs code of the user, which may
+    read values, or if there are other leaves than arrays.
+  """
+  own = (updater.calculate_scores, updater.create_masks, updater._choose)
+  leaves, treedef = _leaves.flatten_with_names(view.params)
+  arrays = jax.tree.leaves((view.params, grads))
+  if (
+    not view.names
+    or any(not fn.__module__.startswith("jaxpruner.") for fn in own)
+    or "loss" in updater.needs
+    or _key(updater, leaves, treedef) is None
+    or not all(isinstance(x, jax.Array | np.ndarray) for x in arrays)
+    or any(isinstance(x, jax.core.Tracer) for x in arrays)
+  ):
+    return None
+  masks, wrong = _selected(updater, view.params, grads)
+  wrong = np.asarray(wrong)
+  if wrong.any():
+    return None  # the usual path names the leaf
+  found = view.split(_leaves.align(view.params, masks))
+  if updater.ranking == "global":
+    from jaxpruner import _ranking
+
+    _ranking.warn_if_emptied(view, found)
+  return masks
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _selected(updater: Any, params: PyTree, grads: PyTree) -> Any:
+  view = updater.view(params)
+  scores = updater._scores(view, None, grads, {})
+  masks = updater._select(view, scores, view.targets).masks
+  isnan = lambda s: jnp.any(jnp.isnan(engine.value(s)))
+  return view.put(None, masks), jnp.stack([isnan(s) for s in scores])
 
 
 def check_scores(updater: Any, view: Prunable, scores: PyTree) -> None:

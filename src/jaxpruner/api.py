@@ -269,7 +269,7 @@ def config_from_updater(updater: base_updater.BaseUpdater) -> dict[str, Any]:
     >>> import jaxpruner
     >>> config_from_updater(
     ...   jaxpruner.MagnitudePruning(sparsity_type=jaxpruner.NByM(2, 4)))
-    {'algorithm': 'magnitude', 'sparsity_type': 'nm_2,4,-2'}
+    {'algorithm': 'magnitude', 'sparsity_type': 'nm_2,4'}
   """
   if not isinstance(updater, base_updater.BaseUpdater):
     raise ValueError(f"updater={updater!r} must be a jaxpruner.BaseUpdater")

@@ -243,7 +243,7 @@ class BaseUpdater:
     """
     view = self.view(params, target_sparsities)
     if self.straight_through and "gradients" not in self.needs:
-      scores = view.of(self.calculate_scores(params), "scores")
+      scores = view.of(self._calculate(params), "scores")
       start = SparseState(None, target_sparsities=target_sparsities, count=0)
       wanted = self.sparsities_at(view, start, 0)
       return view.put(None, self._select(view, scores, wanted).masks)
@@ -542,9 +542,11 @@ class BaseUpdater:
       )
     view = self.view(params)
     extra = _transform.accepted(self.calculate_scores, extra)
-    scores = self.calculate_scores(params, grads=grads, **extra)
-    _view.check_scores(self, view, scores)
-    masks = self.create_masks(scores, view.put(None, view.targets))
+    masks = None if extra else _view.select_at_once(self, view, grads)
+    if masks is None:
+      scores = self._calculate(params, grads=grads, **extra)
+      _view.check_scores(self, view, scores)
+      masks = self.create_masks(scores, view.put(None, view.targets))
     entries = _leaves.align(params, masks)
     stored = view.store(view.split(entries))
     return self.apply_masks(params, masks, is_packed=False), stored
@@ -738,13 +740,19 @@ class BaseUpdater:
       return None
     return self.sparsity_distribution_fn(params)
 
+  def _calculate(self, params: PyTree, **options: Any) -> PyTree:
+    """Return the scores; an error that a PRNG key causes names its path."""
+    try:
+      return self.calculate_scores(params, **options)
+    except TypeError as error:
+      _view.blame_keys(params, error)
+      raise
+
   def _scores(self, view, state, grads, extra) -> list[Any]:
     """Return the scores of the prunable leaves, cheap ones as expressions."""
     extra = _transform.accepted(self.calculate_scores, extra)
     scores = engine.defer(
-      lambda p, s, g: self.calculate_scores(
-        p, sparse_state=s, grads=g, **extra
-      ),
+      lambda p, s, g: self._calculate(p, sparse_state=s, grads=g, **extra),
       view.params,
       state,
       grads,

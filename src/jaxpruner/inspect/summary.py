@@ -42,7 +42,7 @@ def count_nonzero(leaf: Any, packed: bool = False, name: str = "kernel") -> Any:
 
   Under `jit` the count is traced: uint32, float32 from 2**32 entries on.
   """
-  if isinstance(leaf, jax.core.Tracer):
+  if isinstance(leaf, jax.core.Tracer) and not is_key(leaf):
     return _count_traced(leaf, packed)
   _check_values(leaf, name)
   if packed:
@@ -77,16 +77,30 @@ def _refuse_packed(leaf: Any, count: Any, name: str) -> Any:
 
 
 def _check_values(leaf: Any, name: str) -> None:
-  if isinstance(leaf, jax.core.Tracer | jax.ShapeDtypeStruct):
+  if isinstance(leaf, jax.core.Tracer | jax.ShapeDtypeStruct) and not is_key(
+    leaf
+  ):
     raise ValueError(
       f"leaf {name!r} is a {type(leaf).__name__} and holds no values to count; "
       "summarise concrete arrays, outside jit (sparsity_table takes shapes)"
+    )
+  if is_key(leaf):
+    raise ValueError(
+      f"leaf {name!r} is a PRNG key, {leaf.dtype} of shape {leaf.shape}, which "
+      "has no zeros to count; leave it out of the tree, or pass "
+      "jax.random.key_data of it"
     )
   if not isinstance(leaf, jax.Array | np.ndarray | np.generic | int | float):
     raise ValueError(
       f"leaf {name!r} is {leaf!r}, not an array of numbers; leave it out of "
       "the tree"
     )
+
+
+def is_key(leaf: Any) -> bool:
+  """Tell whether a leaf is an array of typed PRNG keys."""
+  dtype = getattr(leaf, "dtype", None)
+  return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
 def _is_packed(mask: Any, param: Any, name: str) -> bool:
@@ -389,6 +403,7 @@ def _ones(
     return count_nonzero(mask, _is_packed(mask, leaf, name), name)
   if target is not None and hasattr(kind, "kept"):
     return kind.kept(np.shape(leaf), target)
-  if isinstance(leaf, jax.ShapeDtypeStruct) or masks is not None:
+  known = not isinstance(leaf, jax.ShapeDtypeStruct) and not is_key(leaf)
+  if not known or masks is not None:
     return _size(leaf)
   return count_nonzero(leaf, name=name)

@@ -46,6 +46,25 @@ def check_map(custom_sparsity_map: Any) -> None:
     )
 
 
+def check_size(name: str, leaf: Any) -> None:
+  """Raise if a leaf has more weights than a mask can count.
+
+  Args:
+    name: the leaf, for the message.
+    leaf: an array or its shape.
+
+  Raises:
+    ValueError: it has 2**32 weights or more.
+  """
+  size = math.prod(leaf.shape)
+  if size >= 1 << 32:
+    raise ValueError(
+      f"{name}: shape {tuple(leaf.shape)} holds {size:,} weights, 2**32 or "
+      "more; split it, say which axis stacks layers with stacked_axis, or "
+      "leave it out with filter_fn"
+    )
+
+
 class Budget:
   """The number of weights that all prunable leaves keep together.
 
@@ -111,6 +130,7 @@ class Budget:
           f"{_describe(leaf)}, not a non-empty array of floats; leave it out "
           "with filter_fn"
         )
+      check_size(f"params leaf {_leaves.join(name)!r}", leaf)
 
   def fill(
     self, sparsity: float, densities: Mapping[int, fractions.Fraction]
