@@ -118,7 +118,8 @@ def _new_masks(updater, due, state, params, grads, extra) -> SparseState:
     options = accepted(updater.update_state, extra)
     new = updater.update_state(old, params, grads, **options)
     _check_structure(updater, old, new)
-    new = count_changes(old, new.without_none(), updater.regrows)
+    view = updater.view(params)
+    new = count_changes(view, old, new.without_none(), updater.regrows)
     return {name: getattr(new, name) for name in names}
 
   fields = {name: getattr(state, name) for name in names}

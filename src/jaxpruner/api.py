@@ -271,7 +271,7 @@ def config_from_updater(updater: base_updater.BaseUpdater) -> dict[str, Any]:
     >>> import jaxpruner
     >>> config_from_updater(
     ...   jaxpruner.MagnitudePruning(sparsity_type=jaxpruner.NByM(2, 4)))
-    {'algorithm': 'magnitude', 'sparsity_type': 'nm_2,4,-2'}
+    {'algorithm': 'magnitude', 'sparsity_type': 'nm_2,4'}
   """
   if not isinstance(updater, base_updater.BaseUpdater):
     raise ValueError(f"updater={updater!r} must be a jaxpruner.BaseUpdater")
@@ -309,7 +309,7 @@ def _spelled(
       return codec.spell_distribution(value)
     implied = distribution.knows_sparsity(updater.sparsity_type)
     return {} if implied else {"sparsity": 0.0}
-  if name == "custom_sparsity_map":
+  if name in ("custom_sparsity_map", "stacked_axis") and hasattr(value, "keys"):
     return {name: codec.spell_map(value)} if value else {}
   if base_updater.frozen(value) == base_updater.frozen(field.default):
     return {}
