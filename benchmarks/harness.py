@@ -32,11 +32,8 @@ def bare_program(task, updater):
   def step(params, state, env_state, data, key, t):
     batch_key, loss_key = jax.random.split(jax.random.fold_in(key, 2))
     env_state, batch = task.interact(env_state, params, data, batch_key, t)
-    loss = lambda p, batch, key: task.loss(
-      updater.pre_forward_update(p, state), batch, key
-    )
     key = jax.random.fold_in(loss_key, t)
-    _, grads = task.gradient(loss, params, batch, key)
+    _, grads = task.gradient(task.loss, params, batch, key)
     updates, state = tx.update(grads, state, params)
     return optax.apply_updates(params, updates), state, env_state
 

@@ -156,14 +156,12 @@ def make_step(forward, pruner):
   tx = optax.adam(1e-3)
   tx = tx if pruner is None else pruner.wrap_optax(tx)
 
-  def loss(params, state, x):
-    if pruner is not None:
-      params = pruner.pre_forward_update(params, state)
+  def loss(params, x):
     return jnp.mean(forward(params, x) ** 2)
 
   @functools.partial(jax.jit, donate_argnums=(0, 1))
   def step(params, state, x):
-    value, grads = jax.value_and_grad(loss)(params, state, x)
+    value, grads = jax.value_and_grad(loss)(params, x)
     updates, state = tx.update(grads, state, params)
     return optax.apply_updates(params, updates), state, value
 

@@ -82,6 +82,14 @@ def test_no_algorithm_needs_the_forward_hook(name):
 
 
 @every_algorithm
+def test_states_hold_no_none(name):
+  is_none = lambda node: node is None
+  for params, state in reference_run(name)[::STEPS]:
+    for leaf in jax.tree.leaves((params, state), is_leaf=is_none):
+      assert leaf is not None
+
+
+@every_algorithm
 def test_sparsity_never_falls_while_training(name):
   updater = adam_trainer(name).updater
   schedules = jaxpruner.sparsity_schedules

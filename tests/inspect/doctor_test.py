@@ -222,3 +222,31 @@ def test_a_sparse_trainer_that_starts_dense_is_found():
   tx = make_updater("rigl").wrap_optax(SGD)
   checkup = jaxpruner.check(tx, make_params(), grads=gradients)
   assert names(checkup) == ["starts dense"]
+
+
+def test_a_step_that_drops_the_updates_is_found():
+  tx = make_updater("magnitude_ste").wrap_optax(SGD)
+
+  def step(params, opt_state):
+    _, opt_state = tx.update(gradients(params), opt_state, params)
+    return params, opt_state
+
+  checkup = jaxpruner.check(tx, make_params(), step=step)
+  assert "updates not applied" in names(checkup)
+  assert "no effect" in str(checkup)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_gradients_that_miss_masked_weights_are_found(masked):
+  tx = make_updater("magnitude_ste").wrap_optax(SGD)
+
+  def grads(params):
+    given = gradients(params)
+    if masked:
+      keep = lambda g, p: jnp.where(p != 0, g, 0)
+      given = jax.tree.map(keep, given, params)
+    return given
+
+  checkup = jaxpruner.check(tx, make_params(), grads=grads)
+  expected = ["masked weights stand still"] if masked else []
+  assert names(checkup) == expected

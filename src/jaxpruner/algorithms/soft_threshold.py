@@ -34,7 +34,7 @@ class SoftThresholdPruning(global_pruners.GlobalPruning):
     >>> pruner = jaxpruner.SoftThresholdPruning(sparsity=0.5)
     >>> params = jnp.array([[3.0, -1, 2, -4]])
     >>> state = pruner.update_state(pruner.init_state(params), params, None)
-    >>> pruner.pre_forward_update(params, state).tolist()  # T = 2
+    >>> pruner.forward(params, state).tolist()  # T = 2
     [[1.0, 0.0, 0.0, -2.0]]
   """
 

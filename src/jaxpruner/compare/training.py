@@ -132,16 +132,12 @@ class _Seed:
   def _step(self, carry: Carry, t: jax.Array, key: jax.Array, data: PyTree):
     task = self._task
     batch_key, loss_key = jax.random.split(jax.random.fold_in(key, 2))
-    forward = lambda p: self._updater.pre_forward_update(p, carry.opt_state)
     env_state, batch = task.interact(
-      carry.env_state, forward(carry.params), data, batch_key, t
+      carry.env_state, carry.params, data, batch_key, t
     )
     batch = self._spread(batch)
     gradient = lambda params: task.gradient(
-      lambda p, batch, key: task.loss(forward(p), batch, key),
-      params,
-      batch,
-      jax.random.fold_in(loss_key, t),
+      task.loss, params, batch, jax.random.fold_in(loss_key, t)
     )
     loss, grads = gradient(carry.params)
     updates, opt_state = self._tx.update(
@@ -204,7 +200,7 @@ class _Seed:
 
   def final(self, carry: Carry) -> PyTree:
     """Return the parameters that are evaluated."""
-    return self._updater.pre_forward_update(carry.params, carry.opt_state)
+    return carry.params
 
 
 def _total(leaves: list[jax.Array]) -> jax.Array | int:

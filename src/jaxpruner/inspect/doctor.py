@@ -130,11 +130,12 @@ def check(
   _check_start(say, pruner, params, find_state(opt_state))
   visits, last = _visits(pruner, total_steps, max_steps)
   run = step or _plain_step(tx, grads)
-  course = _Course(params, opt_state, 0, False)
+  course = before = _Course(params, opt_state, 0, False)
   for count in visits:
+    before = course
     course = _advance(say, run, course, count)
     if not course.stopped:
-      course = _check_zeros(say, course, step)
+      course = _check_zeros(say, course, step, before.params)
     if course.stopped:
       break
   params, opt_state, done, _ = course
@@ -143,6 +144,7 @@ def check(
     return result()
   state = find_state(opt_state)
   _check_finite(say, state)
+  _check_hidden(say, pruner, find_state(before.opt_state), state)
   _check_rise(say, pruner, params, state, last, total_steps)
   if reload is not None:
     _check_reload(say, state, reload(opt_state))
@@ -225,9 +227,19 @@ def _advance(say: _Say, run: Any, course: _Course, count: int) -> _Course:
   return _Course(params, opt_state, done, True)
 
 
-def _check_zeros(say: _Say, course: _Course, step: Any) -> _Course:
+def _check_zeros(
+  say: _Say, course: _Course, step: Any, before: PyTree
+) -> _Course:
   where = _escaped(course.params, find_state(course.opt_state))
-  if where:
+  same = jax.tree.map(np.array_equal, before, course.params)
+  if where and all(jax.tree.leaves(same)):
+    say(
+      "updates not applied",
+      f"{where}, and your step returned the params it was given: the pruner "
+      "has no effect, because the masks change in the state only; return "
+      "optax.apply_updates(params, updates)",
+    )
+  elif where:
     say(*_why_escaped(course.opt_state, step, where))
   return course._replace(stopped=bool(where))
 
@@ -240,6 +252,33 @@ def _check_finite(say: _Say, state: SparseState) -> None:
       "scores not finite",
       f"{skipped} mask updates were refused; "
       "find where gradients or weights become NaN or infinite",
+    )
+
+
+def _check_hidden(
+  say: _Say, pruner: Any, before: SparseState, state: SparseState
+) -> None:
+  """Find masked weights that a straight-through algorithm cannot train."""
+  if pruner is None or not pruner.reselects or pruner.is_sparse_gradients:
+    return
+  rows = zip(
+    *(jax.tree.leaves(t) for t in (before.hidden, state.hidden, before.masks)),
+    strict=True,
+  )
+  moved = masked = 0
+  for old, new, mask in rows if pruner.master_dtype is None else ():
+    if np.shape(mask) != np.shape(new):
+      mask = unpack_mask(mask, new)
+    out = np.asarray(mask) == 0
+    masked += int(out.sum())
+    moved += int(np.sum(np.asarray(old)[out] != np.asarray(new)[out]))
+  if masked and not moved:
+    say(
+      "masked weights stand still",
+      f"a step changed none of {masked} masked weights in the state, so "
+      f"{type(pruner).__name__} has the effect of a fixed mask: their gradient "
+      "is zero; take jax.grad at the params themselves, and mask neither the "
+      "loss's params nor the gradients",
     )
 
 
