@@ -62,6 +62,15 @@ if TYPE_CHECKING:
     register_sparsity_type as register_sparsity_type,
   )
 
+# Names that the paper's library had here; `_legacy` says what they are now.
+_OLD_NAMES = (
+  "ALGORITHM_REGISTRY",
+  "NoUpdateSchedule",
+  "OneShotSchedule",
+  "PeriodicSchedule",
+  "PolynomialSchedule",
+  "SparsityType",
+)
 # Module -> the public names it defines. The classes of `algorithms`, and
 # `chain`, are public too.
 _HOMES = {
@@ -132,6 +141,9 @@ def __getattr__(name: str) -> Any:
     from importlib import metadata
 
     return metadata.version("jaxpruner")
+  if name in _OLD_NAMES:
+    legacy = importlib.import_module("jaxpruner._legacy")
+    return legacy.old_names(__name__, frames=4)(name)
   if name == "__all__":
     return _all()
   # Submodules are asked for here too, in `from jaxpruner import engine`: their

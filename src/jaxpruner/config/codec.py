@@ -16,6 +16,7 @@ CRITERIA = {
   "momentum": criteria.Momentum,
   "random": criteria.Random,
   "magnitude_gradient": criteria.MagnitudeGradient,
+  "signal_to_noise": criteria.SignalToNoise,
 }
 
 # Fields that hold an object -> the names of these objects in configuration.
@@ -67,8 +68,8 @@ def parse_sparsity_type(spec: Any) -> Any:
   if found is None:
     raise ValueError(
       f"sparsity_type={spec!r} is not understood; write '2:4' or 'nm_2,4' for "
-      "N:M, '4x4' or 'block_4,4' for blocks, 'channel_0' for channels, or a "
-      f"registered name: {', '.join(_spec.TYPES)}"
+      "N:M, '4x4' or 'block_4,4' for blocks, 'channel_0' for channels, or the "
+      f"name of a registered one. Sparsity types are: {', '.join(_spec.TYPES)}"
     )
   return found
 

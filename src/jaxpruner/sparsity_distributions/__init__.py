@@ -12,6 +12,7 @@ budget                  exact totals, used by all distributions
 table                   the table of names that configuration uses
 """
 
+from jaxpruner import _legacy
 from jaxpruner._stacks import unstack
 from jaxpruner.sparsity_distributions import allocation
 from jaxpruner.sparsity_distributions.budget import (
@@ -67,3 +68,5 @@ __all__ = [
   "uniform",
   "unstack",
 ]
+
+__getattr__ = _legacy.old_names(__name__)
