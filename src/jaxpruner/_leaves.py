@@ -237,6 +237,15 @@ class Prunable(NamedTuple):
     """The prunable parameters."""
     return self.split(jax.tree.leaves(self.params))
 
+  @property
+  def stacks(self) -> list[list[int]]:
+    """The positions, in the lists here, of the layers of each stacked leaf."""
+    found: dict[int, list[int]] = {}
+    for i, (place, cut) in enumerate(zip(self.places, self.cuts, strict=True)):
+      if cut is not None and cut.size > 1:
+        found.setdefault(place, []).append(i)
+    return list(found.values())
+
   def split(self, column: list[Any]) -> list[Any]:
     """Return an entry per prunable leaf, given one for each leaf of the tree.
 

@@ -11,7 +11,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpruner import _leaves, engine
+from jaxpruner import _leaves, engine, mask_calculator
 from jaxpruner._leaves import ABSENT
 from jaxpruner.engine.draw import draw  # noqa: F401
 
@@ -249,9 +249,19 @@ def check_fit(
     )
 
 
-def count_ones(mask: Array) -> Array:
-  """Return the number of ones in a mask, packed or not, as uint32."""
-  return jnp.sum(jax.lax.population_count(mask), dtype=jnp.uint32)
+def count_ones(mask: Array, axis: int | None = None) -> Array:
+  """Return the number of ones in a mask, packed or not, as uint32.
+
+  Args:
+    mask: the mask.
+    axis: the axis that numbers the layers of a stack, if it is one.
+
+  Returns:
+    A scalar; for a stack, a number per layer.
+  """
+  others = None if axis is None else (*range(axis), *range(axis + 1, mask.ndim))
+  ones = jax.lax.population_count(mask)
+  return jnp.sum(ones, axis=others, dtype=jnp.uint32)
 
 
 def replace_masks(
@@ -276,27 +286,61 @@ def replace_masks(
   """
   if not masks:
     return state
-  # Masks are compared as they are stored; slices of a stack are not stored.
-  stacked = any(view.cuts)
-  stored, treedef = jax.tree.flatten(view.store(masks))
-  new = masks if stacked else stored
-  old = comparable(view, state.masks)
-  kept = []
-  for i, (mask, before) in enumerate(zip(new, old, strict=True)):
-    (ok,) = engine.row_from([finite], i)
+  stored: list[Any] = [None] * jax.tree.structure(view.params).num_leaves
+  new, old = view.merge(masks), _stored(view, state.masks)
+  first = 0
+  for place, (before, axis) in old.items():
+    mask = new[place]
+    if axis is None:
+      mask = _packed(mask) if view.packed else mask
+      (ok,) = engine.row_from([finite], first)
+    else:
+      ok = jax.lax.slice_in_dim(finite, first, first + mask.shape[axis])
     if shrink:
-      ok &= count_ones(mask) <= count_ones(before)
-    kept.append(jnp.where(ok, mask, before))
+      ok &= count_ones(mask, axis) <= count_ones(before, axis)
+    if axis is not None:
+      ok = jax.lax.broadcast_in_dim(ok, mask.shape, (axis,))
+      where = jax.typeof(mask).sharding
+      if any(name is not None for name in where.spec):
+        ok = jax.sharding.reshard(ok, where)
+    first += 1 if axis is None else mask.shape[axis]
+    kept = jnp.where(ok, mask, before)
+    stored[place] = _packed(kept) if view.packed and axis is not None else kept
   skipped = state.skipped
   if not _leaves.is_absent(skipped):
     skipped = skipped + (1 - finite.astype(jnp.int32))
-  kept = view.store(kept) if stacked else treedef.unflatten(kept)
-  return state._replace(masks=kept, skipped=skipped)
+  masks = _leaves.fill(view.params, stored)
+  return state._replace(masks=masks, skipped=skipped)
 
 
-def comparable(view: _leaves.Prunable, masks: Masks) -> list[Array]:
-  """Return a mask per prunable leaf: as it is stored, or a slice of it."""
-  return view.of(masks) if any(view.cuts) else jax.tree.leaves(masks)
+def _packed(mask: Array) -> Array:
+  return _leaves.with_auto_axes(mask_calculator.pack_mask, mask)
+
+
+def _stored(
+  view: _leaves.Prunable, masks: Masks
+) -> dict[int, tuple[Array, int | None]]:
+  """Return place -> mask, and the axis of its layers if it is a stack.
+
+  The mask of a stack is unpacked, so that its layers can be told apart.
+  """
+  entries = _leaves.align(view.params, masks)
+  leaves = jax.tree.leaves(view.params)
+  found: dict[int, tuple[Array, int | None]] = {}
+  for place, cut in zip(view.places, view.cuts, strict=True):
+    if cut is None:
+      found[place] = entries[place], None
+    elif place not in found:
+      mask = entries[place]
+      mask = unpack_mask(mask, leaves[place]) if view.packed else mask
+      found[place] = mask, cut.axis
+  return found
+
+
+def _count_each(view: _leaves.Prunable, masks: Masks) -> Array:
+  """Return the number of ones of every prunable leaf, layers one by one."""
+  counts = [count_ones(*pair) for pair in _stored(view, masks).values()]
+  return jnp.concatenate([jnp.atleast_1d(count) for count in counts])
 
 
 def new_tally(view: _leaves.Prunable, masks: Masks, tracked: bool) -> Tally:
@@ -312,7 +356,7 @@ def new_tally(view: _leaves.Prunable, masks: Masks, tracked: bool) -> Tally:
   """
   sizes = [math.prod(leaf.shape) for leaf in view.leaves]
   size = jnp.asarray(np.array(sizes, np.uint32))
-  kept = jnp.stack([count_ones(mask) for mask in comparable(view, masks)])
+  kept = _count_each(view, masks)
   # Separate buffers: a donated state must not contain a buffer twice.
   grown, dropped, reset = (jnp.zeros_like(kept) for _ in range(3))
   explored = jnp.copy(kept) if tracked else ABSENT
@@ -340,28 +384,36 @@ def count_changes(
   if not _leaves.is_absent(new.explored):
     union = jax.tree.map(jnp.bitwise_or, new.explored, new.stored_masks)
     new = new._replace(explored=union)
-  seen = []
+  seen = ABSENT
   if not _leaves.is_absent(new.explored):
-    seen = [count_ones(mask) for mask in comparable(view, new.explored)]
-  before, after = comparable(view, old.masks), comparable(view, new.masks)
-  kept, grown = jnp.stack(list(map(_kept_and_grown, before, after)), 1)
+    seen = _count_each(view, new.explored)
+  pairs = zip(
+    _stored(view, old.masks).values(),
+    _stored(view, new.masks).values(),
+    strict=True,
+  )
+  counts = [_kept_and_grown(a, b, axis) for (a, axis), (b, _) in pairs]
+  kept, grown = jnp.concatenate(counts, 1)
   return new._replace(
     tally=old.tally._replace(
       kept=kept,
       grown=grown,
       dropped=old.tally.kept + grown - kept,
       reset=grown if fresh else old.tally.reset,
-      explored=jnp.stack(seen) if seen else ABSENT,
+      explored=seen,
     )
   )
 
 
-@jax.jit
-def _kept_and_grown(old: Array, new: Array) -> Array:
+@functools.partial(jax.jit, static_argnums=2)
+def _kept_and_grown(old: Array, new: Array, axis: int | None) -> Array:
+  """Return two rows: ones, and new ones; a column per layer."""
+  if axis is not None:
+    return jnp.stack([count_ones(new, axis), count_ones(new & ~old, axis)])
   # Correct for packed bits and for bytes of 0 and 1.
   ones = [jax.lax.population_count(x) for x in (new, new & ~old)]
   values = [x.astype(jnp.uint32) for x in ones]
-  return jnp.stack(engine.totals(values))
+  return jnp.stack(engine.totals(values))[:, None]
 
 
 def find_state(opt_state: PyTree) -> SparseState:

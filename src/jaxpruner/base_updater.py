@@ -867,7 +867,9 @@ class BaseUpdater:
     refuse_nan(list(zip(view.names, scores, strict=True)))
     if self.ranking == "global":
       return _ranking.select(self, view, scores, sparsities)
-    return sparsity_types.select_masks(view.kinds, scores, sparsities, hint)
+    return sparsity_types.select_masks(
+      view.kinds, scores, sparsities, hint, view.stacks
+    )
 
   def _replace_masks(self, view, state, masks, finite) -> SparseState:
     shrink = self.continue_sparse and not self.regrows

@@ -7,10 +7,97 @@ weight, a block, a channel.
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxpruner import _leaves, engine, mask_calculator
 from jaxpruner.sparsity_types.base import Array, Shape, SparsityType
+
+
+def select_units(
+  units: Sequence[Any],
+  ones: Any,
+  hint: Array | None = None,
+  stacks: Sequence[Sequence[int]] = (),
+) -> engine.Selection:
+  """Keep the highest scores of each entry; the layers of stacks as rows.
+
+  What XLA does: it compiles a kernel for each slice of an array. What this
+  does: layers of stacks of equal height are selected by one mapped search. What
+  it saves: the time to compile, which does not grow with the layers.
+
+  Args:
+    units: scores, arrays or expressions.
+    ones: the number that each keeps: a list, or one int32 array.
+    hint: as in `engine.select`.
+    stacks: the places of entries that are the layers of one leaf, in order.
+
+  Returns:
+    A `Selection` in the order of `units`.
+  """
+  by_height: dict[int, list[Sequence[int]]] = {}
+  for places in stacks:
+    by_height.setdefault(len(places), []).append(places)
+  inside = {i for places in stacks for i in places}
+  rest = [i for i in range(len(units)) if i not in inside]
+  parts = [(rest, _select_rest(units, ones, hint, rest))] if rest else []
+  for runs in by_height.values():
+    ids = [i for places in zip(*runs, strict=True) for i in places]
+    rows = [
+      jnp.stack([engine.value(units[i]) for i in places]) for places in runs
+    ]
+    count = jnp.stack([jnp.asarray(ones[i]).astype(jnp.uint32) for i in ids])
+    near = None if hint is None else hint[np.array(ids)]
+    shape = (len(runs[0]), len(runs))
+    found = _select_rows(
+      rows,
+      count.reshape(shape),
+      None if near is None else near.reshape(*shape, -1),
+    )
+    masks = [
+      found.masks[n][k] for k in range(shape[0]) for n in range(shape[1])
+    ]
+    near = None
+    if found.hint is not None:
+      near = found.hint.reshape(-1, found.hint.shape[-1])
+    parts.append((ids, engine.Selection(masks, found.finite.reshape(-1), near)))
+  order = np.argsort([i for ids, _ in parts for i in ids])
+  masks = [mask for _, found in parts for mask in found.masks]
+  finite = jnp.concatenate([found.finite for _, found in parts])[order]
+  hints = [found.hint for _, found in parts if found.hint is not None]
+  if hint is not None:
+    hint = jnp.concatenate(hints)[order]
+  return engine.Selection([masks[i] for i in order], finite, hint)
+
+
+def _select_rest(
+  units: Sequence[Any], ones: Any, hint: Array | None, rest: list[int]
+) -> engine.Selection:
+  near = hint
+  if hint is not None and len(rest) < len(units):
+    near = hint[np.array(rest)]
+  some = mask_calculator.pick(ones, rest)
+  return engine.select([units[i] for i in rest], some, hint=near)
+
+
+def _is_placed(scores: Any) -> bool:
+  """Tell whether an explicit mesh shards an array or expression."""
+  if isinstance(scores, engine.ScoreExpr):
+    spec = scores.jaxpr.out_avals[0].sharding.spec
+  else:
+    spec = jax.typeof(scores).sharding.spec
+  return any(axis is not None for axis in spec)
+
+
+@jax.jit
+def _select_rows(
+  rows: list[Array], ones: Array, hint: Array | None
+) -> engine.Selection:
+  select_layer = lambda scores, count, near: engine.select(
+    scores, count, hint=near
+  )
+  return jax.vmap(select_layer)(rows, ones, hint)
 
 
 def select(
@@ -18,6 +105,7 @@ def select(
   units: Sequence[Any],
   ones: Any,
   hint: Array | None = None,
+  stacks: Sequence[Sequence[int]] = (),
 ) -> engine.Selection:
   """Keep the units with the highest scores in each leaf.
 
@@ -30,6 +118,8 @@ def select(
     ones: the number of units that each leaf (each of its groups) keeps: a list,
       or one int32 array.
     hint: as in `engine.select`; used if no type has groups.
+    stacks: the places of leaves that are the layers of one stacked leaf; used
+      if no type has groups.
 
   Returns:
     A `Selection` of units.
@@ -44,6 +134,9 @@ def select(
   """
   free = [i for i, kind in enumerate(types) if not hasattr(kind, "choose")]
   if len(free) == len(types):
+    # Under an explicit mesh a mapped search does not trace.
+    if stacks and not any(map(_is_placed, units)):
+      return select_units(units, ones, hint, stacks)
     return engine.select(units, ones, hint=hint)
   found = engine.select(
     [units[i] for i in free], mask_calculator.pick(ones, free)
@@ -162,6 +255,7 @@ def select_masks(
   scores: Sequence[Any],
   sparsities: Sequence[Any],
   hint: Array | None = None,
+  stacks: Sequence[Sequence[int]] = (),
 ) -> engine.Selection:
   """Return the masks of the leaves at given sparsities.
 
@@ -173,6 +267,7 @@ def select_masks(
     scores: its scores, an array or expression of its shape.
     sparsities: the fraction removed of each: floats, arrays or `AtStep`.
     hint: as in `engine.select`.
+    stacks: as in `select`.
 
   Returns:
     A `Selection` with masks of the leaves' shapes.
@@ -197,7 +292,10 @@ def select_masks(
     kinds, [scores[i].shape for i in rest], [sparsities[i] for i in rest]
   )
   units = [pool(types[i], scores[i]) for i in rest]
-  found = select(kinds, units, ones, None if own else hint)
+  given = hint
+  if own:
+    hint, stacks = None, ()
+  found = select(kinds, units, ones, hint, stacks)
   if not own and all(u is s for u, s in zip(units, scores, strict=True)):
     return found
   masks = {i: _own_mask(types[i], scores[i], sparsities[i]) for i in own}
@@ -206,7 +304,7 @@ def select_masks(
   # Finiteness comes from the scores: pooling may hide a non-finite one.
   finite = jnp.stack([engine.all_finite(s) for s in scores])
   return engine.Selection(
-    [masks[i] for i in range(len(types))], finite, hint if own else found.hint
+    [masks[i] for i in range(len(types))], finite, given if own else found.hint
   )
 
 
