@@ -282,7 +282,8 @@ def count_changes(
     union = jax.tree.map(jnp.bitwise_or, new.explored, new.masks)
     new = new._replace(explored=union)
   seen = [count_ones(mask) for mask in jax.tree.leaves(new.explored)]
-  kept, grown = jnp.stack(list(map(_kept_and_grown, before, after)), 1)
+  counts = [*map(_kept_and_grown, before, after)]
+  kept, grown = map(jnp.stack, zip(*counts, strict=True))
   return new._replace(
     tally=old.tally._replace(
       kept=kept,
@@ -295,11 +296,11 @@ def count_changes(
 
 
 @jax.jit
-def _kept_and_grown(old: Array, new: Array) -> Array:
+def _kept_and_grown(old: Array, new: Array) -> list[Array]:
   # Correct for packed bits and for bytes of 0 and 1.
   ones = [jax.lax.population_count(x) for x in (new, new & ~old)]
   values = [x.astype(jnp.uint32) for x in ones]
-  return jnp.stack(engine.totals(values))
+  return engine.totals(values)
 
 
 def find_state(opt_state: PyTree) -> SparseState:

@@ -4,6 +4,7 @@
 # pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
 """Select masks: group leaves, search their thresholds, compare."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -116,7 +117,9 @@ def _select(
     )
     for i, mask in zip(ids, found.masks, strict=True):
       masks[i] = mask
-    if len(ids) == len(scores):
+    if together:
+      finite = jnp.stack([all_finite(s) for s in scores])
+    elif len(ids) == len(scores):
       finite = found.finite
       hint = found.hint if part is not None else hint
     else:
@@ -193,7 +196,7 @@ def _run(
   inputs, keep = lax.stop_gradient((inputs, keep))
   struct = jax.ShapeDtypeStruct
   shapes = [struct(leaf.shape, MASK_DTYPE) for leaf in group.leaves]
-  shapes.append(struct((len(group.leaves),), jnp.bool_))
+  shapes.append(struct(keep.shape, jnp.bool_))
   shapes.append(struct(keep.shape, order.search_dtype(group.dtype)))
   *masks, finite, level = dispatch_on_sharding(
     _Task(local.find_thresholds, group),
@@ -208,6 +211,7 @@ def _run(
   return Selection(masks, finite, hint)
 
 
-def all_finite(scores: Scores) -> Bool[Array, ""]:
-  """Return whether all scores are finite, by a pass over them."""
-  return search.count_true(~jnp.isfinite(value(scores))) == 0
+def all_finite(*scores: Scores) -> Bool[Array, ""]:
+  """Return whether all scores of one leaf are finite, by a pass over them."""
+  finite = [jnp.isfinite(value(s)) for s in scores]
+  return search.count_true(~functools.reduce(jnp.logical_and, finite)) == 0
