@@ -288,12 +288,15 @@ class Rewiring(StaticRandomSparse):
       ones = jnp.where(is_growing, ones, left)
       return engine.select(scores, ones).masks
 
+    def once(i, kept):
+      return jax.lax.cond(i < 2, lambda k: turn(i == 1, k), lambda k: k, kept)
+
     chosen = [a.astype(mask_calculator.MASK_DTYPE) for a in active]
     grouped = any(hasattr(kind, "choose") for kind in view.kinds)
     if grouped or not isinstance(counts, jax.core.Tracer):
       chosen = turn(True, turn(False, chosen))
     else:  # both turns are one compiled search
-      chosen = jax.lax.fori_loop(0, 2, lambda i, c: turn(i == 1, c), chosen)
+      chosen = jax.lax.fori_loop(0, 2, lambda i, c: once(i, c), chosen)
     masks = [*map(sparsity_types.expand, view.kinds, chosen, view.leaves)]
     return self._replace_masks(view, state, masks, finite)
 
