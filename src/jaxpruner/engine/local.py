@@ -45,12 +45,12 @@ def find_thresholds(
   else:
     guess = search.even_guess(group)
   table = vary(search.start(group, keep, guess).pack(), (inputs, keep))
-  counter, number = Counter(group, inputs), np.uint32(len(group.leaves))
+  counter, number = Counter(group, inputs), len(group.leaves)
 
   def count_all(row: Array) -> Array:
     add = lambda leaf, sums: sums + counter.count(leaf, row)
     zeros = vary(jnp.zeros((1, PROBES), COUNT), (row, inputs))
-    return lax.fori_loop(np.uint32(0), number, add, zeros)
+    return lax.fori_loop(0, number, add, zeros)
 
   def one_leaf(leaf: Array, table: Array) -> Array:
     row = lax.dynamic_slice_in_dim(table, leaf, 1)
@@ -58,12 +58,12 @@ def find_thresholds(
     return lax.dynamic_update_slice_in_dim(table, row, leaf, 0)
 
   if number == 1:
-    count = functools.partial(counter.count, np.uint32(0))
+    count = functools.partial(counter.count, 0)
     table = search.search(table, search.in_loop(count, inputs))
   elif group.together:
     table = search.search(table, count_all)
   else:
-    table = lax.fori_loop(np.uint32(0), number, one_leaf, table)
+    table = lax.fori_loop(0, number, one_leaf, table)
   return search.found(group, table)
 
 
@@ -94,7 +94,7 @@ class Counter:
     self._group, self._inputs = group, inputs
 
   def count(
-    self, leaf: UInt[Array, ""], row: Int[Array, "1 columns"]
+    self, leaf: Int[Array, ""] | int, row: Int[Array, "1 columns"]
   ) -> UInt[Array, "1 probes"]:
     """Count how many scores of a leaf reach each probe of its segment."""
     group = self._group
@@ -104,7 +104,8 @@ class Counter:
     # Of each leaf: its place, whether it is copied, its offset, its size.
     is_small = group.sizes <= self.length
     facts = np.stack([place, is_small, group.offsets, group.sizes], 1)
-    fact = jnp.asarray(facts.astype(np.uint32))[leaf]
+    facts = jnp.asarray(facts.astype(np.uint32))
+    fact = lax.dynamic_index_in_dim(facts, leaf, keepdims=False)
 
     def from_copy(row: Array, fact: Array) -> Array:
       keys = switch(fact[0], self._copy, len(self.small))

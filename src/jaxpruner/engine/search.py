@@ -233,67 +233,45 @@ def advance(state: State, counts: UInt[Array, "segments probes"]) -> State:
     The state, with narrower brackets and new probes. Every bracket that is not
     done has shrunk, whatever the probes inside it were.
   """
-  clean = (counts[:, -2] == state.size) & (counts[:, -1] == 0)
+  finite = (counts[:, -2] == state.size) & (counts[:, -1] == 0)
   counts += jnp.where(state.by_index, state.beyond, 0)[:, None]
-  bracket = (state.low, state.high, state.reach, state.beyond)
-  narrowed = _narrow(*bracket, state.keep, state.probes, counts)
-  pairs = zip(bracket, narrowed, strict=True)
-  low, high, reach, beyond = (
-    jnp.where(state.done, old, new) for old, new in pairs
-  )
-  done = state.done | (reach == state.keep) | (state.keep == 0)
-  tied = ~done & (low == high)
-  level = jnp.where(state.by_index, state.level, low)
-  inside, before = reach - beyond, state.reach - state.beyond
-  keep = state.keep - jnp.where(tied, beyond, 0)
-  low = jnp.where(tied, index_key(state.size - 1, low.dtype), low)
-  high = jnp.where(tied, np.iinfo(high.dtype).max, high)
-  reach = jnp.where(tied, inside, reach)
-  beyond = jnp.where(tied, 0, beyond)
+  new = _narrow(state, counts)
+  done = state.done | (new.reach == state.keep) | (state.keep == 0)
+  tied = ~done & (new.low == new.high)
+  inside, before = new.reach - new.beyond, state.reach - state.beyond
   # Where interpolation did little, the next probes are spread evenly, so that
   # no distribution of scores takes many passes.
   evenly = ~state.evenly & ~tied & (inside > before // 4)
-  evenly |= state.passes >= PATIENCE
-  return State(
-    low=low,
-    high=high,
-    reach=reach,
-    beyond=beyond,
-    keep=keep,
-    size=state.size,
-    level=level,
+  last = index_key(state.size - 1, new.low.dtype)
+  new = new._replace(
+    low=jnp.where(tied, last, new.low),
+    high=jnp.where(tied, np.iinfo(last.dtype).max, new.high),
+    reach=jnp.where(tied, inside, new.reach),
+    beyond=jnp.where(tied, 0, new.beyond),
+    keep=state.keep - jnp.where(tied, new.beyond, 0),
+    level=jnp.where(state.by_index, state.level, new.low),
     by_index=state.by_index | tied,
     done=done,
-    evenly=evenly,
-    finite=jnp.where(state.passes == 0, clean, state.finite),
+    evenly=evenly | (state.passes >= PATIENCE),
+    finite=jnp.where(state.passes == 0, finite, state.finite),
     passes=state.passes + 1,
-    probes=_next_probes(low, high, reach, beyond, keep, evenly),
   )
+  return new._replace(probes=_next_probes(new))
 
 
-def _narrow(
-  low: Int[Array, " segments"],
-  high: Int[Array, " segments"],
-  reach: UInt[Array, " segments"],
-  beyond: UInt[Array, " segments"],
-  keep: UInt[Array, " segments"],
-  probes: Int[Array, "segments probes"],
-  counts: UInt[Array, "segments probes"],
-) -> list[Array]:
-  """Move the bounds to the probes nearest to the threshold.
-
-  Returns:
-    The new low, high, reach and beyond.
-  """
-  enough = counts >= keep[:, None]
+def _narrow(state: State, counts: UInt[Array, "segments probes"]) -> State:
+  """Move the bounds to the probes nearest to the threshold."""
+  old = (state.low, state.high, state.reach, state.beyond)
+  low, high, reach, beyond = (x[:, None] for x in old)
+  enough = counts >= state.keep[:, None]
   offers = [
-    jnp.where(enough, probes, low[:, None]),
-    jnp.where(enough, high[:, None], probes - 1),
-    jnp.where(enough, counts, reach[:, None]),
-    jnp.where(enough, beyond[:, None], counts),
+    jnp.where(enough, state.probes, low),
+    jnp.where(enough, high, state.probes - 1),
+    jnp.where(enough, counts, reach),
+    jnp.where(enough, beyond, counts),
   ]
-  kind, word = np.iinfo(probes.dtype), np.iinfo(COUNT)
-  worst = [kind.min, kind.max, word.max, word.min]
+  key, word = np.iinfo(low.dtype), np.iinfo(COUNT)
+  worst = [key.min, key.max, word.max, word.min]
   worst = [x.dtype.type(w) for x, w in zip(offers, worst, strict=True)]
   best = [jnp.maximum, jnp.minimum, jnp.minimum, jnp.maximum]
 
@@ -301,7 +279,9 @@ def _narrow(
   def better(a: list[Any], b: list[Any]) -> list[Any]:
     return [f(x, y) for f, x, y in zip(best, a, b, strict=True)]
 
-  return lax.reduce(offers, worst, better, (1,))
+  new = lax.reduce(offers, worst, better, (1,))
+  new = [jnp.where(state.done, x, y) for x, y in zip(old, new, strict=True)]
+  return state._replace(low=new[0], high=new[1], reach=new[2], beyond=new[3])
 
 
 # Where the next probes go, in standard deviations from the expected threshold.
@@ -310,30 +290,23 @@ _AWAY = np.array([[-4, -2, -1, -0.3, 0.3, 1, 2, 4]], np.float32)
 _EVEN = np.arange(PROBES, dtype=np.float32)[None] / PROBES
 
 
-def _next_probes(
-  low: Int[Array, " segments"],
-  high: Int[Array, " segments"],
-  reach: UInt[Array, " segments"],
-  beyond: UInt[Array, " segments"],
-  keep: UInt[Array, " segments"],
-  evenly: Bool[Array, " segments"],
-) -> Int[Array, "segments probes"]:
+def _next_probes(state: State) -> Int[Array, "segments probes"]:
   """Return probes in `(low, high]`, around the expected threshold."""
-  width = _cast(high - low, f"uint{8 * low.dtype.itemsize}")[:, None]
-  inside = jnp.maximum((reach - beyond).astype(jnp.float32), 1)[:, None]
-  above = (reach - keep).astype(jnp.float32)[:, None]
+  low, unsigned = state.low[:, None], f"uint{8 * state.low.dtype.itemsize}"
+  width = _cast(state.high - state.low, unsigned)[:, None]
+  inside = (state.reach - state.beyond).astype(jnp.float32)[:, None]
+  inside = jnp.maximum(inside, 1)
+  above = (state.reach - state.keep).astype(jnp.float32)[:, None]
   # If the keys are spread evenly in the bracket, the one that `above` of them
   # exceed has this variance, counted in keys; it is scaled before the division
   # and the root, because XLA makes kernels of those that are broadcast.
   variance = _AWAY**2 * (above * (inside - above)) / inside
   away = jnp.sqrt(jnp.maximum(variance, _AWAY**2 / 4)) * np.sign(_AWAY)
-  share = jnp.where(evenly[:, None], _EVEN, (above + away) / inside)
-  step = fraction(width, share)
+  share = jnp.where(state.evenly[:, None], _EVEN, (above + away) / inside)
   # A bracket this narrow is counted value by value.
   each = np.arange(1, PROBES + 1).astype(width.dtype)[None]
-  step = jnp.where(width <= PROBES, each, step)
-  step = jnp.clip(step, 1, jnp.maximum(width, 1))
-  return low[:, None] + _cast(step, low.dtype)
+  step = jnp.where(width <= PROBES, each, fraction(width, share))
+  return low + _cast(jnp.clip(step, 1, jnp.maximum(width, 1)), low.dtype)
 
 
 def fraction(

@@ -81,13 +81,13 @@ def select(
       counts = np.clip(np.array(counts, np.int64), 0, _MOST).astype(np.uint32)
   if any(isinstance(x, jax.core.Tracer) for x in (*arrays, hint)):
     given = [s if isinstance(s, ScoreExpr) else jnp.asarray(s) for s in scores]
-    return _select(given, counts, hint, together)
+    return _select_groups(given, counts, hint, together)
   # Outside `jit` there is nothing to fuse with: expressions become arrays, and
   # all that follows is one compiled function.
   return _select_jitted([value(s) for s in scores], counts, hint, together)
 
 
-def _select(
+def _select_groups(
   scores: list[Scores],
   keep: Any,
   hint: Float[Array, "leaves 3"] | None,
@@ -106,10 +106,11 @@ def _select(
       groups.setdefault(leaf.dtype, []).append(i)
   for ids in groups.values():
     group = Group(tuple(leaves[i] for i in ids), together)
-    part = hint if hint is None or together else _rows(hint, ids)
-    if not jnp.issubdtype(group.dtype, jnp.floating) or together:
-      part = None
-    found = _run(
+    is_float = jnp.issubdtype(group.dtype, jnp.floating)
+    part = None
+    if hint is not None and is_float and not together:
+      part = pick(hint, ids)
+    found = _select_group(
       group,
       [inputs[i] for i in ids],
       counts_of(group, keep if together else pick(keep, ids)),
@@ -129,11 +130,7 @@ def _select(
   return Selection(masks, finite, hint)
 
 
-_select_jitted = jax.jit(_select, static_argnums=3)
-
-
-def _rows(table: Array, ids: Sequence[int]) -> Array:
-  return table if len(ids) == table.shape[0] else table[np.array(ids, np.int32)]
+_select_jitted = jax.jit(_select_groups, static_argnums=3)
 
 
 def pick(counts: Sequence[Any] | Array, ids: Sequence[int]) -> Any:
@@ -187,7 +184,7 @@ class _Task(NamedTuple):
     return [*masks, found.finite, found.level]
 
 
-def _run(
+def _select_group(
   group: Group,
   inputs: list[tuple[Array, ...]],
   keep: UInt[Array, " segments"],
