@@ -298,11 +298,13 @@ def _next_probes(state: State) -> Int[Array, "segments probes"]:
   inside = jnp.maximum(inside, 1)
   above = (state.reach - state.keep).astype(jnp.float32)[:, None]
   # If the keys are spread evenly in the bracket, the one that `above` of them
-  # exceed has this variance, counted in keys; it is scaled before the division
-  # and the root, because XLA makes kernels of those that are broadcast.
-  variance = _AWAY**2 * (above * (inside - above)) / inside
+  # exceed has this variance, counted in keys. Products only: a quotient would
+  # be rounded in another way where it is compiled for another layout, and so
+  # would the sum of a product, except that these signs are exact.
+  inverse = 1 / inside
+  variance = _AWAY**2 * (above * (inside - above) * inverse)
   away = jnp.sqrt(jnp.maximum(variance, _AWAY**2 / 4)) * np.sign(_AWAY)
-  share = jnp.where(state.evenly[:, None], _EVEN, (above + away) / inside)
+  share = jnp.where(state.evenly[:, None], _EVEN, (above + away) * inverse)
   # A bracket this narrow is counted value by value.
   each = np.arange(1, PROBES + 1).astype(width.dtype)[None]
   step = jnp.where(width <= PROBES, each, fraction(width, share))
