@@ -53,7 +53,7 @@ ROOMS = {
   ],
   "program": [
     "primitives", "jaxprs", "tracing", "running", "errors", "owners",
-    "windows", "evaluate", "__init__",
+    "windows", "__init__",
   ],
 }  # fmt: skip
 # Packages that import nothing of this library but themselves.

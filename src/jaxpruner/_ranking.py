@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.core
 import jax.numpy as jnp
+import numpy as np
 
 from jaxpruner import (
   _leaves,
@@ -73,7 +74,7 @@ def _own(updater: Any, names: list[Any]) -> list[bool]:
   return [key is not None for key in keys]
 
 
-def select(
+def select_globally(
   updater: Any, view: Prunable, scores: list[Any], sparsities: list[Any]
 ) -> engine.Selection:
   """Keep the highest scores of all leaves together.
@@ -111,13 +112,14 @@ def select(
   ones = mask_calculator.num_ones(
     sum(u.size for u in units), sparsities[ranked[0]]
   )
-  masks = dict(zip(alone, found.masks, strict=True))
-  together = engine.select(units, ones, together=True).masks
-  masks |= zip(ranked, together, strict=True)
-  finite = jnp.stack([engine.all_finite(s) for s in scores])
-  ordered = [masks[i] for i in range(len(scores))]
-  warn_if_emptied(view, ordered)
-  return engine.Selection(ordered, finite, None)
+  together = engine.select(units, ones, together=True)
+  places = np.argsort([*alone, *ranked])
+  masks = [[*found.masks, *together.masks][i] for i in places]
+  finite = together.finite
+  if alone:
+    finite = jnp.concatenate([found.finite, finite])[places]
+  warn_if_emptied(view, masks)
+  return engine.Selection(masks, finite, None)
 
 
 def warn_if_emptied(view: Prunable, masks: list[Any]) -> None:

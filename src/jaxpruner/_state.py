@@ -393,7 +393,7 @@ def count_changes(
     strict=True,
   )
   counts = [_kept_and_grown(a, b, axis) for (a, axis), (b, _) in pairs]
-  kept, grown = jnp.concatenate(counts, 1)
+  kept, grown = map(jnp.concatenate, zip(*counts, strict=True))
   return new._replace(
     tally=old.tally._replace(
       kept=kept,
@@ -406,14 +406,14 @@ def count_changes(
 
 
 @functools.partial(jax.jit, static_argnums=2)
-def _kept_and_grown(old: Array, new: Array, axis: int | None) -> Array:
-  """Return two rows: ones, and new ones; a column per layer."""
+def _kept_and_grown(old: Array, new: Array, axis: int | None) -> list[Array]:
+  """Return the numbers of ones and of new ones, of each layer."""
   if axis is not None:
-    return jnp.stack([count_ones(new, axis), count_ones(new & ~old, axis)])
+    return [count_ones(new, axis), count_ones(new & ~old, axis)]
   # Correct for packed bits and for bytes of 0 and 1.
   ones = [jax.lax.population_count(x) for x in (new, new & ~old)]
   values = [x.astype(jnp.uint32) for x in ones]
-  return jnp.stack(engine.totals(values))[:, None]
+  return [total[None] for total in engine.totals(values)]
 
 
 def find_state(opt_state: PyTree) -> SparseState:

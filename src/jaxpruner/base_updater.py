@@ -866,7 +866,7 @@ class BaseUpdater:
     """Return the selection of the highest scores, arrays or expressions."""
     refuse_nan(list(zip(view.names, scores, strict=True)))
     if self.ranking == "global":
-      return _ranking.select(self, view, scores, sparsities)
+      return _ranking.select_globally(self, view, scores, sparsities)
     return sparsity_types.select_masks(
       view.kinds, scores, sparsities, hint, view.stacks
     )

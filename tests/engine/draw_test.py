@@ -1,6 +1,7 @@
 """Random scores: as good as independent, by element, leaf and step."""
 
 import functools
+import zlib
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +30,29 @@ def assert_normal(z: np.ndarray) -> None:
   assert np.abs(z).max() < 5.5
   assert abs(z.mean()) < 5 / np.sqrt(z.size)
   assert 0.8 < z.std() < 1.25
+
+
+def mixed(bits: np.ndarray) -> np.ndarray:
+  """Two rounds of xor, shift and product, in 32 bits."""
+  for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+    bits = ((bits ^ (bits >> shift)) * factor) % 2**32
+  return bits ^ (bits >> 16)
+
+
+@pytest.mark.quick
+def test_scores_are_a_hash_of_path_key_step_and_index():
+  # In Python's integers: a seed's masks are the same in every version.
+  data, step, name = (3, 2**32 - 5), 17, "encoder/kernel"
+  word, odd = (zlib.crc32(name.encode()) + i * 0x9E3779B9 for i in (0, 1))
+  words = np.array([word, odd], np.uint64) % 2**32
+  for part in (*data, step):
+    words = mixed(words) ^ np.uint64(part)
+  word, odd = mixed(words)
+  index = np.arange(12, dtype=np.uint64)
+  bits = mixed(((index * (odd | np.uint64(1))) % 2**32) ^ word)
+  leaves, names = [jnp.zeros((3, 4))], (("encoder", "kernel"),)
+  found = _state.draw(jnp.array(data, jnp.uint32), step, leaves, names)[0]
+  np.testing.assert_array_equal(found.ravel(), (bits >> 8) / 2**24)
 
 
 @pytest.mark.quick

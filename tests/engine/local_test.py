@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jaxpruner
-from jaxpruner import _state, mask_calculator
+from jaxpruner import _state, engine, mask_calculator
 from jaxpruner.engine import local, mesh, order, warm_start
 from jaxpruner.engine.leaves import Group, leaf_of
 
@@ -57,8 +57,9 @@ def reference(leaves, ones, together=False):
 
 @pytest.fixture(autouse=True)
 def few_scores(monkeypatch):
-  monkeypatch.setattr(local, "FETCHED", 40)
+  monkeypatch.setattr(local, "COPIED", 40)
   monkeypatch.setattr(local, "SAMPLE", 16)
+  monkeypatch.setattr(local, "SAMPLED", 60)
   monkeypatch.setattr(local, "BRANCHES", 2)
 
 
@@ -103,12 +104,17 @@ def test_search_tells_what_is_not_finite(dtype, together):
   for row, odd in enumerate([np.nan, -np.nan, np.inf, -np.inf]):
     values[row, 7] = odd
   leaves = [jnp.asarray(row, dtype) for row in values]
-  for way in (local, mesh):
-    finite = jax.jit(
-      lambda leaves, ones, way=way: find(way, leaves, ones, together=together)[
-        1
-      ]
-    )
+  ways = {
+    way.__name__: lambda leaves, ones, way=way: find(way, leaves, ones)[1]
+    for way in (local, mesh)
+  }
+  if together:
+    ways = {
+      "select": lambda leaves, ones: (
+        engine.select(leaves, ones, together=True).finite
+      )
+    }
+  for finite in map(jax.jit, ways.values()):
     for ones in (0, 3, 30):  # also where nothing is looked for
       number = 1 if together else 5
       found = finite(leaves, jnp.full(number, ones, jnp.uint32))
@@ -117,7 +123,8 @@ def test_search_tells_what_is_not_finite(dtype, together):
 
 @pytest.mark.quick
 def test_rows_divide_leaves_where_they_can():
-  assert local._rows(384 * 384) == 384
+  assert local._rows(384 * 384) == 1  # one thread is enough
+  assert local._rows(768 * 384) == 512
   assert local._rows(384 * 1152) == 576
   assert local._rows(10**8) == 10**4
   assert local._rows(65537) == 1
@@ -129,7 +136,8 @@ def test_small_leaves_are_copied_and_large_ones_are_not(monkeypatch):
 
   def fetched(*shapes):
     leaves = [leaf_of(jnp.zeros(shape))[0] for shape in shapes]
-    return local._fetched(Group(tuple(leaves), False))
+    counter = local.Counter(Group(tuple(leaves), False), [])
+    return counter.small, counter.length
 
   assert fetched((784, 300), (300, 100), (100, 10)) == ([1, 2], 30000)
   assert fetched(*[(512, 2048)] * 3) == ([], 0)
@@ -243,12 +251,14 @@ def test_many_equal_scores_take_few_passes(passes, kept):
 
 
 @pytest.mark.quick
-def test_few_scores_that_are_left_are_not_searched_for_in_passes(passes):
+def test_few_scores_that_are_left_are_not_searched_for_in_passes(
+  passes, monkeypatch
+):
+  monkeypatch.setattr(local, "SAMPLED", 0)
   rng = np.random.default_rng(0)
   taken = [
     passes(rng.standard_normal(1 << 16, np.float32), 6554)[0] for _ in range(8)
   ]
-  # A pass has 8 reductions; when it had 11, this was 2.5.
   assert np.mean(taken) <= 3.2
 
 

@@ -4,10 +4,19 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpruner import _leaves, _legacy, base_updater, engine, sparsity_types
+from jaxpruner import (
+  _leaves,
+  _legacy,
+  base_updater,
+  engine,
+  mask_calculator,
+  sparsity_types,
+)
 from jaxpruner._state import refuse_nan
 from jaxpruner.algorithms import criteria, redistribution
 
@@ -283,27 +292,42 @@ class Rewiring(_legacy.OldHooks, StaticRandomSparse):
     pool = lambda scores: [*map(sparsity_types.pool, view.kinds, scores)]
     # A mask is constant on a block, so its mean is the block's bit.
     active = [a > 0 for a in pool(view.of(state.masks))]
-    drop_units = pool(drop)
-    counts = jnp.stack([engine.count_true(a) for a in active])
-    counts = counts.astype(jnp.int32)
+    drop_units, grow_units = pool(drop), pool(grow)
+    counts, finite = self._look(active, drop, grow)
     goals = self.goals(view, state, counts)
     totals = goals * _groups(view)
     # A mask may have fewer units than its target (`continue_sparse`).
     left = self.survivors(state, totals, active, drop_units)
     left = jnp.minimum(left, counts)
-    inside = lambda s, a: engine.apply(_below, s, a)
-    kept = engine.select([*map(inside, drop_units, active)], left).masks
-    finite = self._finite(drop, grow)
     if self.redistribute is not None:
-      early = getattr(self.redistribute, "before_dropping", False)
-      masks = [a.astype(k.dtype) for a, k in zip(active, kept, strict=True)]
-      masks = masks if early else kept
-      goals = left + self._shares(view, state, masks, left, totals)
       # Leaves that exchange weights are updated all together or not at all.
       finite = jnp.broadcast_to(jnp.all(finite), finite.shape)
-    above = lambda s, k: engine.apply(_above, s, k)
-    units = [*map(above, pool(grow), kept)]
-    chosen = sparsity_types.select(view.kinds, units, goals).masks
+
+    start = [a.astype(mask_calculator.MASK_DTYPE) for a in active]
+
+    def turn(is_growing: Any, kept: list[Any]) -> list[Any]:
+      """Return the units that survive, or these and the grown ones."""
+      ones = goals
+      if self.redistribute is not None:
+        early = getattr(self.redistribute, "before_dropping", False)
+        seen = start if early else kept
+        ones = left + self._shares(view, state, seen, left, totals)
+      rank = lambda *args: engine.apply(_rank, *args, jnp.asarray(is_growing))
+      scores = [*map(rank, drop_units, grow_units, kept)]
+      if is_growing is True:
+        return sparsity_types.select(view.kinds, scores, ones).masks
+      ones = jnp.where(is_growing, ones, left)
+      return engine.select(scores, ones).masks
+
+    def once(i: Any, kept: list[Any]) -> list[Any]:
+      # Out of a conditional XLA moves nothing: |w| and |g| are not stored.
+      return jax.lax.cond(i < 2, lambda k: turn(i == 1, k), lambda k: k, kept)
+
+    grouped = any(hasattr(kind, "choose") for kind in view.kinds)
+    if grouped or not isinstance(counts, jax.core.Tracer):
+      chosen = turn(True, turn(False, start))
+    else:  # both turns are one compiled search
+      chosen = jax.lax.fori_loop(0, 2, once, start)
     masks = [*map(sparsity_types.expand, view.kinds, chosen, view.leaves)]
     return self._replace_masks(view, state, masks, finite)
 
@@ -318,12 +342,13 @@ class Rewiring(_legacy.OldHooks, StaticRandomSparse):
       found.append(scores)
     return found[0], found[1]
 
-  def _finite(self, drop, grow) -> Any:
-    finite = jnp.stack([engine.all_finite(s) for s in drop])
+  def _look(self, active, drop, grow) -> tuple[Any, Any]:
+    """Return each leaf's number of units, and whether its scores are finite."""
     # Random numbers are finite; a check would draw them a second time.
-    if type(self.grow) is criteria.Random:
-      return finite
-    return finite & jnp.stack([engine.all_finite(s) for s in grow])
+    checked = [drop] if type(self.grow) is criteria.Random else [drop, grow]
+    finite = [engine.all_finite(*s) for s in zip(*checked, strict=True)]
+    counts = jnp.stack([engine.count_true(a) for a in active])
+    return counts.astype(jnp.int32), jnp.stack(finite)
 
   def _shares(self, view, state, masks, left, totals) -> Any:
     """Return how many units each leaf grows, redistributed."""
@@ -353,14 +378,10 @@ class Rewiring(_legacy.OldHooks, StaticRandomSparse):
         )
 
 
-def _below(scores: Any, active: Any) -> Any:
-  """Give scores below all others to units that are not active."""
-  return jnp.where(active, scores, -jnp.inf)
-
-
-def _above(scores: Any, kept: Any) -> Any:
-  """Give scores above all others to units that are kept."""
-  return jnp.where(kept == 1, jnp.inf, scores)
+def _rank(drop: Any, grow: Any, kept: Any, is_growing: Any) -> Any:
+  """Score kept units among themselves; growing, kept ones above all others."""
+  survive = jnp.where(kept == 1, drop, -jnp.inf)
+  return jnp.where(is_growing, jnp.where(kept == 1, jnp.inf, grow), survive)
 
 
 def _floor(number: Any) -> Any:

@@ -34,13 +34,25 @@ def draw(
 
 @functools.partial(jax.jit, static_argnames="names")
 def _words(data: Array, salt: Any, names: tuple[_leaves.Names, ...]) -> Array:
-  """Two random words for each leaf."""
-  key = jax.random.fold_in(jax.random.wrap_key_data(data), salt)
-  paths = jnp.array(
-    [_tools.path_hash(_leaves.join(n)) for n in names], jnp.uint32
-  )
-  keys = jax.vmap(lambda path: jax.random.fold_in(key, path))(paths)
-  return jax.random.key_data(keys)
+  """Two random words for each leaf, a hash of path, key and salt.
+
+  Not `jax.random.fold_in`, whose rounds are ten kernels to compile.
+  """
+  paths = [_tools.path_hash(_leaves.join(n)) for n in names]
+  words = np.array(paths, np.uint32)[:, None] + np.array([[0, 0x9E3779B9]])
+  words = jnp.asarray(words.astype(np.uint32))
+  salt = jnp.asarray(salt).astype(jnp.uint32)
+  for part in (*(data[i] for i in range(data.shape[0])), salt):
+    words = _mix(words) ^ part
+  return _mix(words)
+
+
+def _mix(bits: Array) -> Array:
+  """Return a permutation of the words in which all bits depend on all."""
+  # Multiplication carries low bits upwards, shifts bring them back.
+  for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+    bits = (bits ^ (bits >> np.uint32(shift))) * np.uint32(factor)
+  return bits ^ (bits >> np.uint32(16))
 
 
 @jax.jit
@@ -51,10 +63,6 @@ def _uniform(words: Array, like: Array) -> Array:
   the scores instead of being stored.
   """
   step = words[1] | np.uint32(1)  # odd, so that no two elements share bits
-  bits = (flat_index(like.shape) * step) ^ words[0]
-  # Multiplication carries low bits upwards, shifts bring them back.
-  for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
-    bits = (bits ^ (bits >> np.uint32(shift))) * np.uint32(factor)
-  bits = bits ^ (bits >> np.uint32(16))
+  bits = _mix((flat_index(like.shape) * step) ^ words[0])
   scores = (bits >> np.uint32(8)).astype(jnp.float32) * np.float32(2**-24)
   return _leaves.shard_like(scores, like)

@@ -15,7 +15,7 @@ import jax.extend.core
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jaxpruner.program import evaluate
+from jaxpruner import program
 
 # Primitives worth repeating in every pass: cheap, and they keep the shape.
 _CHEAP = frozenset(
@@ -191,7 +191,7 @@ def _is_variable(atom: Any) -> bool:
 
 
 def _is_cheap(eqn: Any) -> bool:
-  return evaluate.consists_of(eqn, _CHEAP)
+  return program.consists_of(eqn, _CHEAP)
 
 
 # --- operations on 16-bit floats ---------------------------------------------
@@ -207,18 +207,15 @@ def _is_cheap(eqn: Any) -> bool:
 
 def evaluate_score(jaxpr: Any, inputs: Sequence[Array]) -> Array:
   """Return the scores of an expression."""
-  return evaluate.evaluate(jaxpr.jaxpr, jaxpr.consts, inputs, _run)[0]
+  return program.run(program.read(jaxpr, open_calls=True), inputs, _visit)[0]
 
 
-def _run(eqn: Any, inputs: Sequence[Array]) -> list[Array]:
+def _visit(node: program.Node, inputs: list[Array]) -> list[Array]:
   """Run an operation of a score, or what replaces it."""
-  name, dtype = eqn.primitive.name, eqn.outvars[0].aval.dtype
-  if name in ("jit", "pjit"):
-    inner = eqn.params["jaxpr"]
-    return evaluate.evaluate(inner.jaxpr, inner.consts, inputs, _run)
-  if jnp.dtype(dtype) in _BITWISE.get(name, ()):
-    return [_RULES[name](*inputs)]
-  return evaluate.bind(eqn, inputs)
+  dtype = jnp.dtype(node.outputs[0].dtype)
+  if dtype in _BITWISE.get(node.name, ()):
+    return [_RULES[node.name](*inputs)]
+  return program.bind(node, inputs)
 
 
 def _bits(x: Any) -> Array:
@@ -229,7 +226,7 @@ def _abs(x: Array) -> Array:
   return lax.bitcast_convert_type(_bits(x) & jnp.uint16(0x7FFF), x.dtype)
 
 
-def _select(which: Array, *cases: Any) -> Array:
+def _select_bits(which: Array, *cases: Any) -> Array:
   chosen = lax.select_n(which, *map(_bits, cases))
   return lax.bitcast_convert_type(chosen, jnp.asarray(cases[0]).dtype)
 
@@ -247,7 +244,7 @@ def _multiply(x: Array, y: Array) -> Array:
 _HALVES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 _RULES: dict[str, Callable[..., Array]] = {
   "abs": _abs,
-  "select_n": _select,
+  "select_n": _select_bits,
   "mul": _multiply,
 }
 _BITWISE = {"abs": _HALVES, "select_n": _HALVES, "mul": _HALVES[:1]}

@@ -68,12 +68,6 @@ class Group(NamedTuple):
     return np.array([leaf.size for leaf in self.leaves], np.int64)
 
   @property
-  def segments(self) -> np.ndarray:
-    """The segment of each leaf, [leaves]."""
-    number = np.arange(len(self.leaves), dtype=np.int32)
-    return np.zeros_like(number) if self.together else number
-
-  @property
   def segment_sizes(self) -> np.ndarray:
     """Sizes of the segments, [segments]."""
     return self.sizes.sum(keepdims=True) if self.together else self.sizes
@@ -83,14 +77,6 @@ class Group(NamedTuple):
     """The index in its segment at which each leaf starts, [leaves]."""
     ends = np.cumsum(self.sizes)
     return ends - self.sizes if self.together else np.zeros_like(ends)
-
-  def per_segment(
-    self, counts: UInt[Array, "leaves probes"]
-  ) -> UInt[Array, "segments probes"]:
-    """Sum counts of leaves over their segments."""
-    if not self.together:
-      return counts
-    return jnp.sum(counts, 0, keepdims=True, dtype=counts.dtype)
 
   def masks(
     self,

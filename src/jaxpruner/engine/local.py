@@ -2,12 +2,12 @@
 # JAX's own annotations are partial:
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
-"""Count on one device: leaf after leaf, small ones from a copy.
+"""Count on one device: segment after segment, small leaves from a copy.
 
 The keys of a small leaf are copied to an array of one length, so that one
 compiled count serves small leaves of all shapes; a large leaf is counted where
-it is, and equal leaves share the compiled count. A strided, sorted sample says
-where to look first.
+it is, and equal leaves share the compiled count. For the largest, a strided,
+sorted sample says where to look first.
 """
 
 import functools
@@ -25,15 +25,113 @@ from jaxpruner.engine import order, search, warm_start
 from jaxpruner.engine.leaves import Group, flat_index, vary
 from jaxpruner.engine.search import COUNT, PROBES
 
-FETCHED = 1 << 15  # scores of a leaf that is always copied: 128 kB of keys
+COPIED = 1 << 15  # scores of a leaf that is always copied: 128 kB of keys
+SAMPLED = 1 << 18  # scores of a segment whose passes cost more than a sample
 SAMPLE = 1 << 10
 BRANCHES = 1 << 3
 
 
-def _rows(size: int) -> int:
-  """Return in how many rows to see a leaf: threads share them."""
-  near = range(math.isqrt(size), 7, -1)
-  return next((rows for rows in near if size % rows == 0), 1)
+def find_thresholds(
+  group: Group,
+  inputs: list[tuple[Array, ...]],
+  keep: UInt[Array, " segments"],
+  hint: Float[Array, "leaves 3"] | None,
+) -> search.Found:
+  """Find the thresholds of leaves on one device."""
+  if hint is not None:
+    guess = warm_start.guess(hint, group.dtype)
+  elif group.segment_sizes.max() > SAMPLED:
+    guess = _sample(group, inputs, keep)
+  else:
+    guess = search.even_guess(group)
+  table = vary(search.start(group, keep, guess).pack(), (inputs, keep))
+  counter, number = Counter(group, inputs), len(group.leaves)
+
+  def count_all(row: Array) -> Array:
+    add = lambda leaf, sums: sums + counter.count(leaf, row)
+    zeros = vary(jnp.zeros((1, PROBES), COUNT), (row, inputs))
+    return lax.fori_loop(0, number, add, zeros)
+
+  def one_leaf(leaf: Array, table: Array) -> Array:
+    row = lax.dynamic_slice_in_dim(table, leaf, 1)
+    row = search.search(row, functools.partial(counter.count, leaf))
+    return lax.dynamic_update_slice_in_dim(table, row, leaf, 0)
+
+  if number == 1:
+    count = functools.partial(counter.count, 0)
+    table = search.search(table, search.in_loop(count, inputs))
+  elif group.together:
+    table = search.search(table, count_all)
+  else:
+    table = lax.fori_loop(0, number, one_leaf, table)
+  return search.found(group, table)
+
+
+class Counter:
+  """Counts the leaves of a group, each by its traced number.
+
+  Attributes:
+    small: the leaves that are copied before they are counted.
+    large: all others.
+    length: to which the copies are padded.
+  """
+
+  def __init__(self, group: Group, inputs: list[tuple[Array, ...]]):
+    """Decide which leaves are copied.
+
+    What XLA does: it optimizes every leaf's count by itself, in 20 ms or more,
+    even if the kernels are equal. What we do: the keys of small leaves are
+    copied to an array of one length, which one kernel counts. What it saves:
+    half of the time to compile 60 equal leaves. It costs the memory of one such
+    leaf, and at most a pass over padding. When it can go: when XLA does not
+    inline calls.
+    """
+    sizes = group.sizes
+    most = max(COPIED, int(sizes.sum()) // max(len(sizes), 50))
+    self.small = np.flatnonzero(sizes <= most).tolist()
+    self.large = np.flatnonzero(sizes > most).tolist()
+    self.length = int(sizes[self.small].max(initial=0))
+    self._group, self._inputs = group, inputs
+
+  def count(
+    self, leaf: Int[Array, ""] | int, row: Int[Array, "1 columns"]
+  ) -> UInt[Array, "1 probes"]:
+    """Count how many scores of a leaf reach each probe of its segment."""
+    group = self._group
+    place = np.zeros(len(group.leaves), np.uint32)
+    for ids in (self.small, self.large):
+      place[ids] = np.arange(len(ids))
+    # Of each leaf: its place, whether it is copied, its offset, its size.
+    is_small = group.sizes <= self.length
+    facts = np.stack([place, is_small, group.offsets, group.sizes], 1)
+    facts = jnp.asarray(facts.astype(np.uint32))
+    fact = lax.dynamic_index_in_dim(facts, leaf, keepdims=False)
+
+    def from_copy(row: Array, fact: Array) -> Array:
+      keys = switch(fact[0], self._copy, len(self.small))
+      size = fact[3] if group.together else None
+      return _count_leaf(keys, row, fact[2], size)
+
+    def in_place(row: Array, fact: Array) -> Array:
+      return switch(fact[0], self._count_large, len(self.large), row, fact)
+
+    if not self.large:
+      return from_copy(row, fact)
+    if not self.small:
+      return in_place(row, fact)
+    return lax.cond(fact[1] == 1, from_copy, in_place, row, fact)
+
+  def _copy(self, place: int) -> Int[Array, " length"]:
+    leaf = self.small[place]
+    keys = self._group.leaves[leaf].keys(self._inputs[leaf]).reshape(-1)
+    lowest = np.iinfo(keys.dtype).min  # no probe is as low
+    rest = self.length - keys.size
+    return jnp.pad(keys, (0, rest), constant_values=lowest)
+
+  def _count_large(self, place: int, row: Array, fact: Array) -> Array:
+    leaf = self.large[place]
+    keys = self._group.leaves[leaf].keys(self._inputs[leaf])
+    return _count_leaf(keys, row, fact[2])
 
 
 def switch(
@@ -62,13 +160,21 @@ def switch(
   return tree(0, -(-(number - 1).bit_length() // bits))(*args)
 
 
+def _rows(size: int) -> int:
+  """Return in how many rows to see a leaf: threads share them."""
+  if size <= search.ONE_THREAD:
+    return 1
+  near = range(math.isqrt(size), 7, -1)
+  return next((rows for rows in near if size % rows == 0), 1)
+
+
 @jax.jit
 def _count_leaf(
   keys: Int[Array, "..."],
   row: Int[Array, "1 columns"],
   offset: UInt[Array, ""],
   size: UInt[Array, ""] | None = None,
-) -> UInt[Array, " probes"]:
+) -> UInt[Array, "1 probes"]:
   """Count how many keys of a leaf reach each probe.
 
   Args:
@@ -78,87 +184,15 @@ def _count_leaf(
     size: of the leaf without its padding, needed where other leaves follow it
       in the segment: padding must not have their indices.
   """
-  shape = _rows(keys.size), keys.size // _rows(keys.size)
-  index = flat_index(shape)
+  rows = _rows(keys.size)
+  keys = keys.reshape(rows, -1) if rows > 1 else keys.reshape(-1)
+  index = flat_index(keys.shape)
   last = np.uint32(np.iinfo(np.uint32).max)  # its index key is below all probes
   if size is None:
     index += offset
   else:
     index = jnp.where(index < size, index + offset, last)
-  ranks = search.ranked(keys.reshape(shape), index, row)
-  return jnp.sum(jnp.stack(search.reached(ranks, row, (1,))), 1, dtype=COUNT)
-
-
-def _fetched(group: Group) -> tuple[list[int], int]:
-  """Return the leaves that are copied before they are counted, and a length.
-
-  What XLA does: it optimizes every leaf's count by itself, in 20 ms or more,
-  even if the kernels are equal. What we do: the keys of small leaves are copied
-  to an array of one length, which one kernel counts. What it saves: half of the
-  time to compile 60 equal leaves. It costs the memory of one such leaf, and at
-  most a pass over padding. When it can go: when XLA does not inline calls.
-  """
-  sizes = group.sizes
-  most = max(FETCHED, int(sizes.sum()) // max(len(sizes), 50))
-  ids = np.flatnonzero(sizes <= most).tolist()
-  return ids, int(sizes[ids].max()) if ids else 0
-
-
-def _counter(group: Group, inputs: list[tuple[Array, ...]]) -> search.Count:
-  number = len(group.leaves)
-  small, length = _fetched(group)
-  large = [i for i in range(number) if i not in set(small)]
-  # Of each leaf: its offset in the segment, whether it is fetched, its place
-  # among those that are, or those that are not, and its size.
-  facts = np.zeros((number, 4), np.uint32)
-  facts[:, 0], facts[:, 3] = group.offsets, group.sizes
-  facts[small, 1] = 1
-  facts[small, 2], facts[large, 2] = (
-    np.arange(len(small)),
-    np.arange(len(large)),
-  )
-
-  def fetch(place: int) -> Int[Array, " length"]:
-    keys = group.leaves[small[place]].keys(inputs[small[place]]).reshape(-1)
-    lowest = np.iinfo(keys.dtype).min  # no probe is as low
-    return jnp.pad(keys, (0, length - keys.size), constant_values=lowest)
-
-  def direct(place: int, row: Array, fact: Array) -> Array:
-    keys = group.leaves[large[place]].keys(inputs[large[place]])
-    return _count_leaf(keys, row, fact[0])
-
-  def count_large(row: Array, fact: Array) -> Array:
-    return switch(fact[2], direct, len(large), row, fact)
-
-  def count_small(row: Array, fact: Array) -> Array:
-    keys = switch(fact[2], fetch, len(small))
-    return _count_leaf(keys, row, fact[0], fact[3] if group.together else None)
-
-  def count_any(row: Array, fact: Array) -> Array:
-    if not large:
-      return count_small(row, fact)
-    if not small:
-      return count_large(row, fact)
-    return lax.cond(fact[1] == 1, count_small, count_large, row, fact)
-
-  def count(table: Array) -> UInt[Array, "leaves probes"]:
-    done = search.State.unpack(table).done
-    pick = lambda x, i: lax.dynamic_slice_in_dim(x, i, 1)
-
-    def turn(leaf: Array, counts: Array) -> Array:
-      segment = np.uint32(0) if group.together else leaf
-
-      def visit(counts: Array) -> Array:
-        fact = pick(jnp.asarray(facts), leaf)[0]
-        row = count_any(pick(table, segment), fact)
-        return lax.dynamic_update_index_in_dim(counts, row, leaf, 0)
-
-      return lax.cond(pick(done, segment)[0], lambda c: c, visit, counts)
-
-    blank = vary(jnp.zeros((number, PROBES), COUNT), (table, inputs))
-    return lax.fori_loop(np.uint32(0), np.uint32(number), turn, blank)
-
-  return count
+  return jnp.stack(search.totals(search.reached(keys, index, row)))[None]
 
 
 def _sample(
@@ -167,7 +201,8 @@ def _sample(
   """Return keys around the threshold of a sample."""
   sizes = group.segment_sizes
   wanted = max(SAMPLE, 2 * math.isqrt(int(sizes.mean())))
-  strides = np.maximum(sizes // wanted, 1)[group.segments]
+  strides = np.maximum(sizes // wanted, 1)
+  strides = np.broadcast_to(strides, len(group.leaves))
   parts = [
     leaf.keys(x).reshape(-1)[:: int(stride)]
     for leaf, x, stride in zip(group.leaves, inputs, strides, strict=True)
@@ -204,17 +239,3 @@ _FROM_RANK = np.array([[1, -1]], np.float32)
 # Where the first probes go between the two ends: closer where the threshold is
 # likelier.
 _FIRST = np.array([[0, 0.27, 0.43, 0.57, 0.73, 1]], np.float32)
-
-
-def find_thresholds(
-  group: Group,
-  inputs: list[tuple[Array, ...]],
-  keep: UInt[Array, " segments"],
-  hint: Float[Array, "leaves 3"] | None,
-) -> search.Found:
-  """Find the thresholds of leaves on one device."""
-  if hint is None:
-    guess = _sample(group, inputs, keep)
-  else:
-    guess = warm_start.guess(hint, group.dtype)
-  return search.search(group, _counter(group, inputs), keep, guess, inputs)

@@ -4,6 +4,7 @@
 # pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
 """Select masks: group leaves, search their thresholds, compare."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -80,13 +81,13 @@ def select(
       counts = np.clip(np.array(counts, np.int64), 0, _MOST).astype(np.uint32)
   if any(isinstance(x, jax.core.Tracer) for x in (*arrays, hint)):
     given = [s if isinstance(s, ScoreExpr) else jnp.asarray(s) for s in scores]
-    return _select(given, counts, hint, together)
+    return _select_groups(given, counts, hint, together)
   # Outside `jit` there is nothing to fuse with: expressions become arrays, and
   # all that follows is one compiled function.
   return _select_jitted([value(s) for s in scores], counts, hint, together)
 
 
-def _select(
+def _select_groups(
   scores: list[Scores],
   keep: Any,
   hint: Float[Array, "leaves 3"] | None,
@@ -105,10 +106,11 @@ def _select(
       groups.setdefault(leaf.dtype, []).append(i)
   for ids in groups.values():
     group = Group(tuple(leaves[i] for i in ids), together)
-    part = hint if hint is None or together else _rows(hint, ids)
-    if not jnp.issubdtype(group.dtype, jnp.floating) or together:
-      part = None
-    found = _run(
+    is_float = jnp.issubdtype(group.dtype, jnp.floating)
+    part = None
+    if hint is not None and is_float and not together:
+      part = pick(hint, ids)
+    found = _select_group(
       group,
       [inputs[i] for i in ids],
       counts_of(group, keep if together else pick(keep, ids)),
@@ -116,7 +118,9 @@ def _select(
     )
     for i, mask in zip(ids, found.masks, strict=True):
       masks[i] = mask
-    if len(ids) == len(scores):
+    if together:
+      finite = jnp.stack([all_finite(s) for s in scores])
+    elif len(ids) == len(scores):
       finite = found.finite
       hint = found.hint if part is not None else hint
     else:
@@ -126,11 +130,7 @@ def _select(
   return Selection(masks, finite, hint)
 
 
-_select_jitted = jax.jit(_select, static_argnums=3)
-
-
-def _rows(table: Array, ids: Sequence[int]) -> Array:
-  return table if len(ids) == table.shape[0] else table[np.array(ids, np.int32)]
+_select_jitted = jax.jit(_select_groups, static_argnums=3)
 
 
 def pick(counts: Sequence[Any] | Array, ids: Sequence[int]) -> Any:
@@ -184,7 +184,7 @@ class _Task(NamedTuple):
     return [*masks, found.finite, found.level]
 
 
-def _run(
+def _select_group(
   group: Group,
   inputs: list[tuple[Array, ...]],
   keep: UInt[Array, " segments"],
@@ -193,7 +193,7 @@ def _run(
   inputs, keep = lax.stop_gradient((inputs, keep))
   struct = jax.ShapeDtypeStruct
   shapes = [struct(leaf.shape, MASK_DTYPE) for leaf in group.leaves]
-  shapes.append(struct((len(group.leaves),), jnp.bool_))
+  shapes.append(struct(keep.shape, jnp.bool_))
   shapes.append(struct(keep.shape, order.search_dtype(group.dtype)))
   *masks, finite, level = dispatch_on_sharding(
     _Task(local.find_thresholds, group),
@@ -208,6 +208,7 @@ def _run(
   return Selection(masks, finite, hint)
 
 
-def all_finite(scores: Scores) -> Bool[Array, ""]:
-  """Return whether all scores are finite, by a pass over them."""
-  return search.count_true(~jnp.isfinite(value(scores))) == 0
+def all_finite(*scores: Scores) -> Bool[Array, ""]:
+  """Return whether all scores of one leaf are finite, by a pass over them."""
+  finite = [jnp.isfinite(value(s)) for s in scores]
+  return search.count_true(~functools.reduce(jnp.logical_and, finite)) == 0

@@ -1,0 +1,124 @@
+"""Laws of a pass: brackets shrink, probes lie inside, the search ends."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxpruner import engine
+from jaxpruner.engine import order, search
+from jaxpruner.engine.leaves import Group, leaf_of
+
+KEYS = st.integers(-(2**31) + 1, 2**31 - 1)
+
+
+def state_of(low, high, reach, beyond, keep, evenly=False):
+  """The state of one segment of int32 keys."""
+  group = Group((leaf_of(jnp.zeros(reach or 1, jnp.int32))[0],), False)
+  state = search.start(
+    group, jnp.array([keep], jnp.uint32), jnp.zeros((1, 6), jnp.int32)
+  )
+  return state._replace(
+    low=jnp.array([low], jnp.int32),
+    high=jnp.array([high], jnp.int32),
+    reach=jnp.array([reach], jnp.uint32),
+    beyond=jnp.array([beyond], jnp.uint32),
+    evenly=jnp.array([evenly]),
+  )
+
+
+@pytest.mark.quick
+def test_the_bounds_move_to_the_probes_nearest_to_the_threshold():
+  # The example of the README: 7 3 9 3 1 3 8 2, keep 4.
+  scores = np.array([7, 3, 9, 3, 1, 3, 8, 2])
+  probes = np.array([2, 4, 6, 8, 8, 8, 8, 8])
+  state = state_of(0, 9, 8, 0, 4)
+  state = state._replace(probes=jnp.asarray(probes[None], jnp.int32))
+  counts = (scores[:, None] >= probes).sum(0, keepdims=True)
+  new = search._narrow(state, jnp.asarray(counts, jnp.uint32))
+  found = [int(x[0]) for x in (new.low, new.high, new.reach, new.beyond)]
+  assert found == [2, 3, 7, 3]
+
+
+@pytest.mark.quick
+def test_a_segment_that_is_done_keeps_its_bracket():
+  state = state_of(3, 9, 4, 1, 4)._replace(done=jnp.array([True]))
+  new = search._narrow(state, jnp.zeros((1, search.PROBES), jnp.uint32))
+  assert (int(new.low[0]), int(new.high[0])) == (3, 9)
+
+
+@given(KEYS, KEYS, st.integers(0, 2**20), st.data())
+def test_probes_lie_inside_the_bracket(one, other, inside, data):
+  low, high = min(one, other), max(one, other)
+  beyond = data.draw(st.integers(0, 100))
+  keep = beyond + data.draw(st.integers(1, inside + 1))
+  evenly = data.draw(st.booleans())
+  state = state_of(low, high, beyond + inside + 1, beyond, keep, evenly)
+  probes = np.asarray(search._next_probes(state), np.int64)[0]
+  assert probes.min() > low
+  assert probes.max() <= max(high, low + 1)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("width", [1, 5, search.PROBES])
+def test_a_narrow_bracket_is_counted_value_by_value(width):
+  probes = search._next_probes(state_of(10, 10 + width, 99, 3, 50))
+  assert set(probes[0].tolist()) >= set(range(11, 11 + width))
+
+
+@pytest.mark.quick
+def test_interpolated_probes_surround_the_expected_threshold():
+  # 1000 scores spread evenly over 100,000 keys: 700 are to be exceeded.
+  probes = np.asarray(search._next_probes(state_of(0, 100_000, 1000, 0, 300)))
+  assert probes[0, 3] < 70_000 < probes[0, 4]
+  deviation = 100 * np.sqrt(1000 * 0.7 * 0.3)
+  np.testing.assert_allclose(probes[0, 7] - 70_000, 4 * deviation, rtol=1e-3)
+
+
+@pytest.mark.parametrize("wrong", [np.nan, 0.0, -1e15, 1e15])
+@pytest.mark.parametrize("scores", ["normal", "ties"])
+def test_a_search_ends_whatever_interpolation_says(monkeypatch, wrong, scores):
+  # After `PATIENCE` passes every pass leaves an eighth of the bracket.
+  away = np.full((1, search.PROBES), wrong, np.float32)
+  monkeypatch.setattr(search, "_AWAY", away)
+  monkeypatch.setattr(search, "PATIENCE", 4)
+  passes = []
+  advance = search.advance
+
+  def noted(state, counts):
+    jax.debug.callback(lambda: passes.append(1))
+    return advance(state, counts)
+
+  monkeypatch.setattr(search, "advance", noted)
+  values = np.random.default_rng(0).standard_normal(3000).astype(np.float32)
+  if scores == "ties":
+    values[values < 1] = 0
+  chosen = jax.jit(lambda x: engine.select([x], [1000]).masks[0])
+  mask = chosen(jnp.asarray(values))
+  jax.effects_barrier()
+  wanted = np.zeros(values.size, np.uint8)
+  wanted[np.argsort(-values, kind="stable")[:1000]] = 1
+  np.testing.assert_array_equal(mask, wanted)
+  # 32 bits of keys, then 12 bits of indices, three bits a pass.
+  assert len(passes) <= 2 * search.PATIENCE + 11 + 4
+
+
+@pytest.mark.quick
+def test_a_state_survives_packing():
+  state = state_of(-7, 2**31 - 1, 9, 3, 5)
+  again = search.State.unpack(state.pack())
+  for name, one, other in zip(state._fields, state, again, strict=True):
+    np.testing.assert_array_equal(one, other, err_msg=name)
+    assert one.dtype == other.dtype, name
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32", "uint8"])
+def test_first_probes_lie_between_the_bounds(dtype):
+  group = Group((leaf_of(jnp.zeros(3, dtype))[0],), False)
+  low, high = order.bounds(dtype)
+  guess = np.asarray(search.even_guess(group), np.int64)
+  assert low < guess.min()
+  assert guess.max() <= high
