@@ -80,6 +80,7 @@ def assert_sparse(params, opt_state, sparsity=SPARSITY, grows=False):
   assert removed == round(sparsity * size)
   assert zeros >= removed if grows else zeros == removed
   for param, mask in pairs:
+    assert np.isfinite(param).all()
     assert not param[mask == 0].any()
     assert not np.signbit(param[mask == 0]).any()
 
