@@ -88,9 +88,11 @@ def assert_sparse(params, opt_state, sparsity=SPARSITY, grows=False):
 def assert_same(a, b):
   """Assert that two trees hold the same bits."""
   assert jax.tree.structure(a) == jax.tree.structure(b)
-  for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+  named, _ = jax.tree_util.tree_flatten_with_path(a)
+  for (path, x), y in zip(named, jax.tree.leaves(b), strict=True):
     x, y = np.asarray(x), np.asarray(y)
-    assert x.dtype == y.dtype and x.tobytes() == y.tobytes()
+    same = x.dtype == y.dtype and x.tobytes() == y.tobytes()
+    assert same, f"{jax.tree_util.keystr(path)} differs"
 
 
 def assert_examples_run(bridge):
