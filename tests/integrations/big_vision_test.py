@@ -93,7 +93,9 @@ def run(monkeypatch):
 
 @framework.each_kind
 def test_a_loop_ends_exactly_sparse_and_resumes(algorithm, run, tmp_path):
-  pruner = make_pruner(algorithm)
+  # big_vision takes its step from the learning rate's, which would rest while
+  # masks change.
+  pruner = make_pruner(algorithm, skip_gradients=False)
   params, state = run(pruner, tmp_path / "whole", STEPS)
   assert int(state.count) == STEPS
   assert_sparse(params, state, grows=algorithm == "rigl")
