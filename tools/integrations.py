@@ -57,6 +57,16 @@ FRAMEWORKS = {
   "orbax": Framework(
     "Orbax", "orbax-checkpoint", "core", "its own, 1 and 2 processes"
   ),
+  "flax_boxes": Framework(
+    "Flax Linen, annotated parameters", "flax", "core", "Orbax"
+  ),
+  "nnx_sharding": Framework(
+    "Flax NNX, explicit sharding", "flax", "core", "Orbax"
+  ),
+  "pmap": Framework("jax.pmap", "jax", "core", "msgpack"),
+  "optax": Framework(
+    "Optax, tree_map_params and MultiSteps", "optax", "core", "msgpack"
+  ),
   "jax_export": Framework("jax.export", "jax", "core", "the exported file"),
   "keras": Framework("Keras 3", "keras", "keras", "`model.save`"),
   "flower": Framework("Flower", "flwr", "flower", "Orbax, by the strategy"),
@@ -83,12 +93,13 @@ FRAMEWORKS = {
   "purejaxrl": Framework("PureJaxRL", "", "purejaxrl", "Orbax", ("purejaxrl",)),
   "easydel": Framework("EasyDeL", "easydel", "easydel", "its own"),
   "levanter": Framework("Levanter", "levanter", "levanter", "its own"),
-  "praxis": Framework("praxis", "", "praxis", "its own", ("praxis",)),
 }
 # What could not be run, and why.
 ABSENT: list[tuple[str, str]] = []
 # What a group needs besides its packages: a Python, packages without theirs.
 PYTHONS = {"maxtext": "3.12"}
+# Pins of dependencies that a group overrides; uv only.
+OVERRIDES = {"easydel": ["jax>=0.10", "jaxlib>=0.10"]}
 # tensorflow-probability, which Dopamine asks for, and tfp-nightly, which works
 # with this JAX, write the same folder: the latter must be written last.
 ALONE = {"dopamine": ["baselines", "tfp-nightly"]}
@@ -106,6 +117,10 @@ def build(group: str, folder: pathlib.Path, fresh: bool) -> pathlib.Path:
     if not python.exists():
       call("uv", "venv", "--python", base, str(folder))
     install = ["uv", "pip", "install", "-q", "--python", str(python)]
+    if group in OVERRIDES:
+      pins = folder / "overrides.txt"
+      pins.write_text("\n".join(OVERRIDES[group]))
+      wanted += ["--override", str(pins)]
   else:
     if not python.exists():
       call(base, "-m", "venv", str(folder))

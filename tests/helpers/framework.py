@@ -121,7 +121,7 @@ def assert_straight_through(pruner, inner, params, grad, found, steps=STEPS):
     pruner: an updater that ranks magnitudes, straight-through.
     inner: the optimizer of the dense weights.
     params: the parameters that the trainer started from.
-    grad: `masked params -> gradients`.
+    grad: `masked params -> gradients`, compiled or not.
     found: the trainer's params and optimizer state at the end.
     steps: number of steps of the trainer.
   """
@@ -135,16 +135,18 @@ def assert_straight_through(pruner, inner, params, grad, found, steps=STEPS):
   )
 
   @jax.jit
-  def step(dense, masks, state):
-    updates, state = inner.update(grad(mask_tree(dense, masks)), state, dense)
+  def apply(grads, state, dense):
+    updates, state = inner.update(grads, state, dense)
     return optax.apply_updates(dense, updates), state
 
   for count in range(1, steps + 1):
-    params, state = step(params, masks, state)
+    params, state = apply(grad(mask_tree(params, masks)), state, params)
     now = float(pruner.scheduler.get_sparsity_at_step(SPARSITY, count))
     masks = [
       keep_largest(x, now if masked else 0.0)
-      for x, masked in zip(treedef.flatten_up_to(params), is_masked, strict=True)
+      for x, masked in zip(
+        treedef.flatten_up_to(params), is_masked, strict=True
+      )
     ]
     masks = jax.tree.unflatten(treedef, masks)
   for mask, end in zip(jax.tree.leaves(masks), ends, strict=True):

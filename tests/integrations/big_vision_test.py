@@ -51,7 +51,9 @@ def make_config(steps):
       "lr": 0.01,
       "schedule": {"decay_type": "rsqrt", "timescale": 50, "warmup_steps": 2},
       "mesh": [("data", -1)],
-      "sharding_strategy": [(".*", 'fsdp(axis="data", min_size_to_shard_mb=0)')],
+      "sharding_strategy": [
+        (".*", 'fsdp(axis="data", min_size_to_shard_mb=0)')
+      ],
       "evals": {},
     }
   )
@@ -72,7 +74,7 @@ def run(monkeypatch):
   monkeypatch.setattr(u, "save_checkpoint_ts", record)
   # Waits for other hosts at the end, with a name that JAX has removed.
   monkeypatch.setattr(u, "sync", lambda: None)
-  monkeypatch.setattr(u, "startstop_prof", lambda *args: None)
+  monkeypatch.setattr(u, "startstop_prof", lambda *_: None)
 
   def run(pruner, folder, steps):
     def sparse_make(*args, **kwargs):

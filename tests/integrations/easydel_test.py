@@ -1,5 +1,7 @@
 """EasyDeL: it speaks the paper's API; one argument of its trainer."""
 
+import os
+
 import framework
 import jax
 import numpy as np
@@ -7,7 +9,11 @@ from framework import STEPS, assert_same, assert_sparse, make_pruner
 
 framework.require("easydel", "easydel")
 
+# EasyDeL sets flags of XLA that this version of it does not know.
+flags = os.environ.get("XLA_FLAGS", "")
 import easydel as ed
+
+os.environ["XLA_FLAGS"] = flags
 from datasets import Dataset
 from flax import nnx
 

@@ -131,7 +131,7 @@ def test_straight_through_equals_a_plain_loop(tmp_path):
     pruner,
     optax.sgd(0.05, momentum=0.9),
     params,
-    jax.grad(loss),
+    jax.jit(jax.grad(loss)),
     (state.params, state.opt_state),
   )
 

@@ -95,7 +95,7 @@ class Run:
       summary_dir=None,
       train_state_axes=self.initializer.train_state_axes,
       rng=jax.random.PRNGKey(1),
-      learning_rate_fn=lambda step: 0.0,  # not Optax's
+      learning_rate_fn=lambda _: 0.0,  # not Optax's
       num_microbatches=None,
     ) as loop:
       loop.train(itertools.repeat(make_batch()), steps).result()
@@ -158,7 +158,7 @@ def test_straight_through_equals_a_plain_loop():
     make_pruner("magnitude_ste"),
     optax.sgd(LEARNING, momentum=0.9),
     params,
-    jax.grad(loss),
+    jax.jit(jax.grad(loss)),
     parts(end),
   )
 
