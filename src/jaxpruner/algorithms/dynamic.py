@@ -281,7 +281,7 @@ class DSR(sparse_trainers.Rewiring):
     "Mostafa & Wang, 2019", "a sparse step; two selections per mask update"
   )
 
-  changes_stats: ClassVar[bool] = True
+  changes: ClassVar[tuple[str, ...]] = ("stats",)
 
   def init_extra(self, params, masks):
     stats = super().init_extra(params, masks) or {}

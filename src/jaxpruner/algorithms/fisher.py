@@ -116,13 +116,14 @@ class WoodFisherPruning(base_updater.BaseUpdater):
   def init_extra(self, params, masks):
     view = self.view(params)
     window = lambda p: jnp.stack([jnp.zeros_like(p)] * self.window)
-    return view.put(None, map(window, view.leaves))
+    return {"window": view.store(map(window, view.leaves))}
 
   def on_gradients(self, state, params, grads):
     view, slot = self.view(params), state.count % self.window
     write = lambda window, g: window.at[slot].set(g.astype(window.dtype))
-    new = map(write, view.of(state.stats), view.of(grads, "grads"))
-    return state._replace(stats=view.put(None, new))
+    old = view.of(state.stats["window"], "window")
+    new = view.store(map(write, old, view.of(grads, "grads")))
+    return state._replace(stats={"window": new})
 
   def calculate_scores(self, params, sparse_state=None, grads=None):
     view = self.view(params)
@@ -130,7 +131,8 @@ class WoodFisherPruning(base_updater.BaseUpdater):
       windows = [g[None] for g in view.of(grads, "grads")]
       masks: list[Any] = [1] * len(windows)
     else:
-      windows, masks = view.of(sparse_state.stats), view.of(sparse_state.masks)
+      windows = view.of(sparse_state.stats["window"], "window")
+      masks = view.of(sparse_state.masks)
 
     def score(param, window, mask):
       # A pruned weight is no longer part of the model.

@@ -97,6 +97,7 @@ class Rewiring(StaticRandomSparse):
   momentum_decay: float = 0.9
 
   regrows: ClassVar[bool] = True
+  changes: ClassVar[tuple[str, ...]] = ()
 
   def __post_init__(self):
     super().__post_init__()

@@ -158,7 +158,7 @@ class _Seed:
     mean = lambda m: m.mean(dtype=jnp.float32)
     density = jax.tree.map(mean, masks)
     state = jaxpruner.find_state(carry.opt_state)
-    trained = state.masks if self._updater.holds_zeros else None
+    trained = None if self._updater.reselects else state.masks
     if self._updater.category.trained is not None:
       trained = state.stats[self._updater.category.trained]
     stored = jax.tree.map(jnp.ones_like, density)
