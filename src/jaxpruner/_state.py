@@ -141,13 +141,18 @@ class SparseState(_Fields):
     inner_state: Any = ABSENT,
     target_sparsities: Sparsities = ABSENT,
     count: Any = ABSENT,
-    *others: Any,
-    **named: Any,
+    key: Any = ABSENT,
+    skipped: Any = ABSENT,
+    stats: Any = ABSENT,
+    explored: Masks = ABSENT,
+    tally: Any = ABSENT,
+    hidden: PyTree = ABSENT,
+    **stored_masks: PyTree,
   ):
     # JAX and Flax rebuild states by place or by field: no value is changed.
-    masks = named.pop("stored_masks", masks)
-    first = (masks, inner_state, target_sparsities, count)
-    return super().__new__(cls, *first, *others, **named)
+    fields = (masks, inner_state, target_sparsities, count, key, skipped, stats)
+    self = super().__new__(cls, *fields, explored, tally, hidden)
+    return self._replace(**stored_masks) if stored_masks else self
 
   @property
   def masks(self) -> Masks:
