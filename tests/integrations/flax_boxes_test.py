@@ -71,7 +71,7 @@ def make(algorithm, logical):
 
 def run(step, state, steps):
   for _ in range(steps):
-    state = step(state)
+    state = jax.block_until_ready(step(state))
   return state
 
 

@@ -66,6 +66,7 @@ def run(nodes, steps):
   x, y = map(jax.numpy.asarray, framework.make_batch())
   for _ in range(steps):
     step(*nodes, x, y)
+    jax.block_until_ready(nnx.state(nodes[0]))
   return nodes
 
 

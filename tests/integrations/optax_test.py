@@ -37,43 +37,45 @@ def loss(params):
   return framework.mean_square(layer(jnp.tanh(layer(x, "first")), "last"), y)
 
 
+def map_params(fn, tx, state, tree):
+  """Map as praxis does; a dense leaf is a `MaskedNode`, as in optax.masked."""
+  is_masked = lambda node: isinstance(node, optax.MaskedNode)
+  return optax.tree_utils.tree_map_params(
+    tx,
+    lambda x, other: x if is_masked(x) else fn(x, other),
+    state,
+    tree,
+    # What is not like params may be a tree: targets, counts per leaf.
+    transform_non_params=lambda x: jax.tree.map(lambda y: fn(y, None), x),
+    is_leaf=is_masked,
+  )
+
+
 @framework.each_kind
 def test_tree_map_params_reaches_what_is_shaped_like_parameters(algorithm):
-  params = jax.tree.map(jnp.asarray, make_params())
+  params = jax.tree.map(jnp.array, make_params())
   tx = make_pruner(algorithm).wrap_optax(SGD)
   state = tx.init(params)
-  # As praxis gives every array of a state the axes of its parameter.
   axes = jax.tree.map(lambda x: ("in", "out")[: x.ndim], params)
-  found = optax.tree_utils.tree_map_params(
-    tx,
-    lambda x, axes: (x.shape, axes),
-    state,
-    axes,
-    transform_non_params=lambda _: "replicated",
-  )
+  found = map_params(lambda x, axes: (x.shape, axes), tx, state, axes)
   masks = jaxpruner.find_state(found).masks
   assert masks["first"]["kernel"] == ((8, 16), ("in", "out"))
   assert masks["first"]["bias"] is None
   assert found.inner_state[0].trace["last"]["bias"] == ((4,), ("in",))
-  assert found.count == "replicated"
+  assert found.count == ((), None)
 
 
 @framework.each_kind
 def test_shardings_by_tree_map_params_carry_a_training(algorithm):
-  params = jax.tree.map(jnp.asarray, make_params())
+  params = jax.tree.map(jnp.array, make_params())
   tx = make_pruner(algorithm).wrap_optax(SGD)  # added
   mesh = jax.make_mesh((jax.device_count(),), ("data",))
   put = lambda spec: NamedSharding(mesh, spec)
   split = lambda x: put(P("data", *([None] * (x.ndim - 1))))
   layout = jax.tree.map(lambda x: split(x) if x.ndim == 2 else put(P()), params)
   shapes = jax.eval_shape(tx.init, params)
-  places = optax.tree_utils.tree_map_params(
-    tx,
-    lambda _, place: place,
-    shapes,
-    layout,
-    transform_non_params=lambda _: put(P()),
-  )
+  place = lambda _, place: put(P()) if place is None else place
+  places = map_params(place, tx, shapes, layout)
   state = jax.jit(tx.init, out_shardings=places)(params)
 
   @functools.partial(
@@ -85,7 +87,7 @@ def test_shardings_by_tree_map_params_carry_a_training(algorithm):
 
   params = jax.device_put(params, layout)
   for _ in range(STEPS):
-    params, state = step(params, state)
+    params, state = jax.block_until_ready(step(params, state))
   assert_sparse(params, state, grows=algorithm == "rigl")
   mask = state.masks["first"]["kernel"]
   assert mask.sharding.is_equivalent_to(params["first"]["kernel"].sharding, 2)
@@ -102,7 +104,7 @@ def test_multi_steps_on_either_side_ends_exactly_sparse(algorithm, inside):
     tx = pruner.wrap_optax(
       optax.MultiSteps(SGD, micro).gradient_transformation()
     )
-  params = jax.tree.map(jnp.asarray, make_params())
+  params = jax.tree.map(jnp.array, make_params())
   state = tx.init(params)
 
   @functools.partial(jax.jit, donate_argnums=(0, 1))

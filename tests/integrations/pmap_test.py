@@ -40,7 +40,7 @@ def make(algorithm):
   def run(carry, steps):
     carry = jax_utils.replicate(carry)
     for _ in range(steps):
-      carry = step(carry, x, y)
+      carry = jax.block_until_ready(step(carry, x, y))
     for leaf in jax.tree.leaves(carry):
       assert (np.asarray(leaf) == np.asarray(leaf)[0]).all()
     return jax.device_get(jax_utils.unreplicate(carry))
