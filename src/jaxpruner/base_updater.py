@@ -14,6 +14,7 @@ import optax
 
 from jaxpruner import (
   _leaves,
+  _legacy,
   _ranking,
   _transform,
   _view,
@@ -471,6 +472,7 @@ class BaseUpdater:
       ]
     )
 
+  @_legacy.renamed_argument("sparse_state", "opt_state")
   def post_gradient_update(self, params: PyTree, opt_state: PyTree) -> PyTree:
     """Return the parameters with pruned weights at zero; idempotent.
 
@@ -627,12 +629,14 @@ class BaseUpdater:
       stored
     )
 
+  @_legacy.renamed_argument("target_sparsity", "sparsities")
   def create_masks(self, scores: PyTree, sparsities: Sparsities) -> Masks:
     """Return masks that keep the highest scores.
 
     Args:
       scores: a score for every weight.
-      sparsities: the fraction removed of each leaf, None for dense leaves.
+      sparsities: the fraction removed of each leaf, None for dense leaves; a
+        global pruner also takes one fraction for all leaves.
 
     Returns:
       uint8 masks, 1 = kept, None for dense leaves.
@@ -645,6 +649,8 @@ class BaseUpdater:
       >>> masks["w"].tolist(), masks["b"]
       ([0, 1, 1, 0], None)
     """
+    if self.ranking == "global" and isinstance(sparsities, float):
+      sparsities = _legacy.spread(self, scores, sparsities)
     view = self.view(scores, sparsities)
     return view.put(None, self._choose(view, view.leaves, view.targets).masks)
 

@@ -97,28 +97,6 @@ def check_hidden(pruner, at, dense, mask):
   check_params(params, {k: w * mask[k] for k, w in dense.items()})
 
 
-def test_acdc_trains_dense_and_sparse_by_turns():
-  pruner = jaxpruner.ACDC(
-    sparsity_distribution_fn=half,
-    scheduler=schedules.AlternatingSchedule(2, 1, 5),
-  )
-  history = run(pruner, optax.sgd(RATE, momentum=0.5))
-  w = flat(WEIGHTS)
-  velocity = {k: np.zeros_like(v) for k, v in w.items()}
-  mask = {k: np.ones(v.shape, np.uint8) for k, v in w.items()}
-  # Dense at 0, sparse in [1, 3), dense in [3, 5), sparse from 5 on.
-  for t in range(STEPS):
-    if t in (1, 5):
-      mask = {k: top(abs(v), 0.5) for k, v in w.items()}
-    if t == 3:
-      mask = {k: np.ones(v.shape, np.uint8) for k, v in w.items()}
-    for k, g in at(GRADS, t).items():
-      velocity[k] = mask[k] * (0.5 * velocity[k] + g)
-      w[k] = mask[k] * (w[k] - RATE * velocity[k])
-    check_masks(history[t + 1][1], mask)
-    check_params(history[t + 1][0], w)
-
-
 def test_movement_keeps_what_moved_from_zero():
   pruner = jaxpruner.MovementPruning(
     sparsity_distribution_fn=half, scheduler=RAMP
@@ -259,15 +237,6 @@ def test_powerpropagation_descends_in_theta(alpha):
     np.testing.assert_allclose(
       after[k]["kernel"], theta * abs(theta) ** (alpha - 1), 1e-4, 1e-5
     )
-
-
-def test_powerpropagation_prunes_by_magnitude():
-  pruner = jaxpruner.PowerPropagation(
-    sparsity_distribution_fn=half, scheduler=schedules.OneShotSchedule(0)
-  )
-  check_masks(
-    run(pruner)[1][1], {k: top(abs(v), 0.5) for k, v in flat(WEIGHTS).items()}
-  )
 
 
 @pytest.mark.parametrize("inner", [optax.adam, optax.sgd])

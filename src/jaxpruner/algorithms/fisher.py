@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxpruner import _leaves, _view, base_updater
+from jaxpruner.algorithms import pruners
 
 
 def second_moments(view, inner_state):
@@ -57,19 +58,18 @@ class FisherPruning(base_updater.BaseUpdater):
 
   def calculate_scores(self, params, sparse_state=None, grads=None):
     inner = None if sparse_state is None else sparse_state.inner_state
-
     view = self.view(params)
 
-    def score(weight, grad, moment):
-      fisher = jnp.square(grad.astype(jnp.float32))
-      if moment is not None:
-        moment = moment.astype(jnp.float32)
-        fisher = jnp.where(jnp.any(moment > 0), moment, fisher)
-      return jnp.square(weight.astype(jnp.float32)) * fisher
+    def size(grad, moment):
+      grad = grad.astype(jnp.float32)
+      if moment is None:
+        return grad
+      moment = moment.astype(jnp.float32)
+      return jnp.where(jnp.any(moment > 0), jnp.sqrt(moment), grad)
 
-    moments = second_moments(view, inner)
-    scores = map(score, view.leaves, view.of(grads, "grads"), moments)
-    return view.put(params, scores)
+    sizes = map(size, view.of(grads, "grads"), second_moments(view, inner))
+    # The root of the score: the same ranking, and squares do not underflow.
+    return pruners.saliency_scores(params, view.put(None, sizes))
 
 
 @dataclasses.dataclass(eq=False)
