@@ -12,7 +12,7 @@ optax.adamw.learning_rate = 1e-3
 ```
 
 t5x does not pass the trainer's `learning_rate_fn` to Optax: give the learning
-rate, or t5x's `@utils.create_learning_rate_scheduler()`, to the Optax optimizer.
+rate, or t5x's `@utils.create_learning_rate_scheduler()`, to Optax.
 """
 
 from typing import Any
@@ -68,8 +68,8 @@ def sparse_optimizer(
 def _logical_axes(state: jaxpruner.SparseState, params_axes: Any) -> Any:
   """Return the state with axes in place of arrays.
 
-  What lies below the path of a parameter and has its rank (masks, dense weights)
-  is partitioned like it, everything else is replicated.
+  What has the path and the rank of a parameter (masks, dense weights) is
+  partitioned like it, everything else is replicated.
   """
   named, _ = jax.tree_util.tree_flatten_with_path(params_axes)
   axes = {_name(path): spec for path, spec in named}
