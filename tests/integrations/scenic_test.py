@@ -13,6 +13,7 @@ framework.require("scenic --source scenic=DIR", "scenic")
 # PyPI's package of this name is another project.
 pytest.importorskip("scenic.train_lib.optimizers", reason="another scenic")
 
+import flax.core
 import ml_collections
 from clu import metric_writers
 from flax import jax_utils
@@ -127,7 +128,8 @@ def test_straight_through_equals_a_plain_loop(tmp_path):
   batch = {k: v.reshape(-1, *v.shape[2:]) for k, v in make_batch().items()}
   _, key = jax.random.split(jax.random.PRNGKey(0))
   x = batch["inputs"]
-  params = model.flax_model.init(key, x, train=False, debug=False)["params"]
+  variables = model.flax_model.init(key, x, train=False, debug=False)
+  params = flax.core.freeze(variables["params"])
 
   def loss(params):
     logits = model.flax_model.apply({"params": params}, x, train=True)
