@@ -77,7 +77,12 @@ def train(pruner, folder, steps):
       trainer.StepInfo(state, 0.0, 0.0), f"step-{int(state.step)}"
     )
     saver.wait_until_finished()
-  return state.trainable_model, state.opt_state
+  is_named = lambda node: isinstance(node, hax.NamedArray)
+  return jax.tree.map(
+    lambda x: x.array if is_named(x) else x,
+    (state.trainable_model, state.opt_state),
+    is_leaf=is_named,
+  )
 
 
 @pytest.mark.filterwarnings("default")

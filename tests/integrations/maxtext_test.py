@@ -61,7 +61,7 @@ def pick(tree, masks):
 def parts(state):
   """Parameters and masks; NNX turns an Optax state into dictionaries."""
   found = nnx.to_pure_dict(state)
-  masks = found["optimizer"]["opt_state"]["masks"]
+  masks = found["optimizer"]["opt_state"]["stored_masks"]
   params, masks = pick(found["model"], masks)
   return params, jaxpruner.SparseState(masks)
 
