@@ -98,7 +98,10 @@ class Run:
       learning_rate_fn=lambda _: 0.0,  # not Optax's
       num_microbatches=None,
     ) as loop:
-      loop.train(itertools.repeat(make_batch()), steps).result()
+      # One by one: XLA gives up on the collectives of many steps in flight, of
+      # virtual devices on few cores.
+      for _ in range(steps):
+        loop.train(itertools.repeat(make_batch()), 1).result()
       return loop.train_state
 
   def through_legacy(self, state, folder):
