@@ -50,17 +50,8 @@ def import_or_skip(module):
     pytest.skip(f"{framework} is not installed")
 
 
-# These bridges import their framework only when called.
-CALLED = {
-  "jaxpruner.integrations.scenic": "scenic.train_lib.optimizers",
-  "jaxpruner.integrations.t5x": "t5x",
-}
-
-
 @pytest.mark.parametrize("module", MODULES)
 def test_docstring_examples_give_what_they_say(module):
-  if module in CALLED:
-    pytest.importorskip(CALLED[module])
   result = doctest.testmod(import_or_skip(module))
   assert result.attempted and not result.failed
 

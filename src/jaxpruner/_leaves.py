@@ -129,7 +129,17 @@ def is_box(node: Any) -> bool:
   )[0]
   if len(inside) != 1 or len(inside[0][0]) != 1:
     return False
-  return _key_name(inside[0][0][0]) in _WRAPPERS
+  return _wraps(inside[0][0][0])
+
+
+def _wraps(key: Any) -> bool:
+  """Tell whether a key is that of the one array in a wrapper.
+
+  Wrappers that are registered without names, such as Haliax's named arrays,
+  have only an index.
+  """
+  nameless = isinstance(key, jax.tree_util.FlattenedIndexKey)
+  return nameless or _key_name(key) in _WRAPPERS
 
 
 def fill(tree: PyTree, entries: list[Any]) -> PyTree:
@@ -177,7 +187,7 @@ def _align_by_path(tree: PyTree, other: PyTree, name: str) -> list[Any]:
       or not (
         is_dense(table[found])
         # A scalar that stands for a boxed leaf has no box.
-        or all(_key_name(key) in _WRAPPERS for key in path[len(found) :])
+        or all(map(_wraps, path[len(found) :]))
       )
     ):
       raise ValueError(

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import jax
 import jax.core
@@ -104,6 +104,21 @@ class _Fields(NamedTuple):
   hidden: PyTree = ABSENT
 
 
+_Class = TypeVar("_Class", bound=type)
+
+
+def _only_tuple(cls: _Class) -> _Class:
+  """Return a class like `cls`, a subclass of a NamedTuple, on `tuple` alone.
+
+  Code that walks states by type takes a class for a NamedTuple only if its one
+  base is `tuple` (the checkpoints of Levanter, for example).
+  """
+  body = {**vars(_Fields), **vars(cls)}
+  same: Any = type(cls)(cls.__name__, (tuple,), body)
+  return same
+
+
+@_only_tuple
 class SparseState(_Fields):
   """Hold the state of an updater: an Optax state, to be saved in checkpoints.
 
@@ -151,7 +166,8 @@ class SparseState(_Fields):
   ):
     # JAX and Flax rebuild states by place or by field: no value is changed.
     fields = (masks, inner_state, target_sparsities, count, key, skipped, stats)
-    self = super().__new__(cls, *fields, explored, tally, hidden)
+    # Without `super`: see `_only_tuple`.
+    self = tuple.__new__(cls, (*fields, explored, tally, hidden))
     return self._replace(**stored_masks) if stored_masks else self
 
   @property
@@ -163,7 +179,8 @@ class SparseState(_Fields):
   ) -> "SparseState":
     if "masks" in fields:
       fields["stored_masks"] = _leaves.hide(fields.pop("masks"))
-    return super()._replace(**fields)
+    replaced: Any = _Fields._replace(self, **fields)
+    return replaced
 
   def without_none(self) -> "SparseState":
     """Return the state with `ABSENT` for every `None` a user wrote into it."""

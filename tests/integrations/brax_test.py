@@ -39,7 +39,7 @@ def make(algorithm):
   return run, params, tx.init(params)
 
 
-@pytest.mark.parametrize("algorithm", ["magnitude", "set"])
+@framework.each_kind
 def test_training_ends_exactly_sparse_and_resumes(algorithm, tmp_path):
   run, params, fresh = make(algorithm)
   params, state = run(STEPS - 20, params, fresh)
@@ -55,7 +55,7 @@ def test_training_ends_exactly_sparse_and_resumes(algorithm, tmp_path):
   again = run(20, loaded, again)
   params, state = run(20, params, state)
   assert_same(again, (params, state))
-  assert_sparse(params, state, grows=algorithm == "set")
+  assert_sparse(params, state, grows=algorithm == "rigl")
   assert_same(params, state.params)
 
 

@@ -21,9 +21,9 @@ class Model(nnx.Module):
     return self.last(nnx.relu(self.first(x)))
 
 
-def make():
+def make(algorithm="magnitude"):
   model = Model(nnx.Rngs(0))
-  pruner = make_pruner()
+  pruner = make_pruner(algorithm)
   optimizer = nnx.Optimizer(
     model,
     pruner.wrap_optax(SGD),  # added
@@ -39,8 +39,8 @@ def step(model, optimizer, x, y):
 
 
 @functools.cache
-def trained():
-  model, optimizer = make()
+def trained(algorithm="magnitude"):
+  model, optimizer = make(algorithm)
   for _ in range(framework.STEPS):
     step(model, optimizer, *make_batch())
   return model, optimizer
@@ -59,8 +59,10 @@ def parts(model, optimizer):
   return unbox(nnx.state(model, nnx.Param)), unbox(optimizer.opt_state)
 
 
-def test_an_nnx_optimizer_ends_exactly_sparse():
-  assert_sparse(*parts(*trained()))
+@framework.each_kind
+def test_an_nnx_optimizer_ends_exactly_sparse(algorithm):
+  found = parts(*trained(algorithm))
+  assert_sparse(*found, grows=algorithm == "rigl")
 
 
 def test_masks_survive_orbax(tmp_path):

@@ -61,19 +61,21 @@ def pick(tree, masks):
 def parts(state):
   """Parameters and masks; NNX turns an Optax state into dictionaries."""
   found = nnx.to_pure_dict(state)
-  masks = found["optimizer"]["opt_state"]["masks"]
+  masks = found["optimizer"]["opt_state"]["stored_masks"]
   params, masks = pick(found["model"], masks)
   return params, jaxpruner.SparseState(masks)
 
 
-def test_maxtext_ends_exactly_sparse_and_resumes(tmp_path):
-  with pruned(make_pruner()):  # added
+@framework.each_kind
+def test_maxtext_ends_exactly_sparse_and_resumes(algorithm, tmp_path):
+  grows = algorithm == "rigl"
+  with pruned(make_pruner(algorithm)):  # added
     state = train.train_loop(*train.initialize(settings(tmp_path, STEPS)))
-    assert_sparse(*parts(state))
+    assert_sparse(*parts(state), grows=grows)
     again = settings(tmp_path, STEPS + 2)
     state = train.train_loop(*train.initialize(again))
     params, opt_state = parts(state)
-    assert_sparse(params, opt_state)
+    assert_sparse(params, opt_state, grows=grows)
 
 
 def test_the_examples_of_its_docstrings_run():

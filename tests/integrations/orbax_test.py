@@ -150,7 +150,7 @@ again = orbax.manifest((found, state))
 ones = jax.jit(lambda m: m.sum(dtype="int32"))(state.masks["a"])
 print(json.dumps({
   "same": again == orbax.manifest((params, opt_state)),
-  "mask": again["[1].masks['a']"],
+  "mask": again["[1].stored_masks['a']"],
   "ones": int(ones.addressable_data(0)),
   "here": len(state.masks["a"].addressable_shards),
 }))

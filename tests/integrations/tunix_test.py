@@ -2,7 +2,7 @@
 
 import framework
 import jax
-from framework import SGD, assert_sparse, make_batch, make_pruner
+from framework import SGD, STEPS, assert_sparse, make_batch, make_pruner
 
 framework.require("tunix", "tunix")
 
@@ -20,18 +20,18 @@ class Model(nnx.Module):
     return self.last(nnx.relu(self.first(x)))
 
 
-def make(folder, steps):
+def make(pruner, folder, steps):
   config = peft_trainer.TrainingConfig(
     eval_every_n_steps=1000,
     max_steps=steps,
     checkpoint_root_directory=str(folder),
     checkpointing_options=ocp.CheckpointManagerOptions(
-      save_interval_steps=framework.STEPS
+      save_interval_steps=STEPS
     ),
   )
   trainer = peft_trainer.PeftTrainer(
     Model(nnx.Rngs(0)),
-    make_pruner().wrap_optax(SGD),  # added
+    pruner.wrap_optax(SGD),  # added
     config,
   )
   trainer.with_gen_model_input_fn(
@@ -51,17 +51,40 @@ def parts(trainer):
   return params, unbox(trainer.optimizer.opt_state)
 
 
-def test_a_real_trainer_ends_exactly_sparse_and_resumes(tmp_path):
+def make_input():
   x, y = make_batch()
-  batch = peft_trainer.TrainingInput(input_tokens=x, input_mask=y)
-  trainer = make(tmp_path, framework.STEPS)
-  trainer.train([batch] * framework.STEPS)
-  assert_sparse(*parts(trainer))
+  return peft_trainer.TrainingInput(input_tokens=x, input_mask=y)
+
+
+@framework.each_kind
+def test_a_real_trainer_ends_exactly_sparse_and_resumes(algorithm, tmp_path):
+  pruner = make_pruner(algorithm)
+  trainer = make(pruner, tmp_path, STEPS)
+  trainer.train([make_input()] * STEPS)
+  grows = algorithm == "rigl"
+  assert_sparse(*parts(trainer), grows=grows)
   trainer.close()
-  again = make(tmp_path, framework.STEPS + 5)
+  again = make(pruner, tmp_path, STEPS + 5)
   params, state = parts(again)
-  assert int(state.count) == framework.STEPS, "the checkpoint was not restored"
-  assert_sparse(params, state)
-  again.train([batch] * (framework.STEPS + 5))
-  assert_sparse(*parts(again))
+  assert int(state.count) == STEPS, "the checkpoint was not restored"
+  assert_sparse(params, state, grows=grows)
+  again.train([make_input()] * (STEPS + 5))
+  assert_sparse(*parts(again), grows=grows)
   again.close()
+
+
+def test_straight_through_equals_a_plain_loop(tmp_path):
+  pruner = make_pruner("magnitude_ste")
+  trainer = make(pruner, tmp_path, STEPS)
+  start, _ = parts(trainer)
+  trainer.train([make_input()] * STEPS)
+  x, y = make_batch()
+
+  def loss(params):
+    layer = lambda x, name: x @ params[name]["kernel"] + params[name]["bias"]
+    return framework.mean_square(layer(nnx.relu(layer(x, "first")), "last"), y)
+
+  framework.assert_straight_through(
+    pruner, SGD, start, jax.jit(jax.grad(loss)), parts(trainer)
+  )
+  trainer.close()

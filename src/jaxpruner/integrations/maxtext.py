@@ -4,15 +4,16 @@ MaxText builds its optimizer in `get_optimizer` and runs its own training loop.
 """
 
 import contextlib
-from collections.abc import Iterator
 
 from maxtext.optimizers import optimizers
 
 import jaxpruner
+from jaxpruner.integrations import _patch
 
 
-@contextlib.contextmanager
-def pruned(pruner: jaxpruner.BaseUpdater) -> Iterator[None]:
+def pruned(
+  pruner: jaxpruner.BaseUpdater,
+) -> contextlib.AbstractContextManager[None]:
   """Return a context in which MaxText's optimizers are wrapped by a pruner.
 
   Call `train.main(["", "base.yml", "steps=1000", …])` inside it.
@@ -31,13 +32,4 @@ def pruned(pruner: jaxpruner.BaseUpdater) -> Iterator[None]:
     >>> optimizers.get_optimizer is original
     True
   """
-  original = optimizers.get_optimizer
-
-  def get_optimizer(*args, **kwargs):
-    return pruner.wrap_optax(original(*args, **kwargs))
-
-  optimizers.get_optimizer = get_optimizer
-  try:
-    yield
-  finally:
-    optimizers.get_optimizer = original
+  return _patch.wrapped(optimizers, "get_optimizer", pruner)

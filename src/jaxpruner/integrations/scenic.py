@@ -1,45 +1,43 @@
-"""Scenic: one line around `optimizers.get_optimizer`.
+"""Scenic: wrap the optimizers that its trainers make.
 
-Scenic's trainers make an Optax optimizer from `config.optimizer_configs`. Their
-loop has no hook after an update, and a wrapped optimizer needs none.
+Scenic's trainers make an Optax optimizer from `config.optimizer_configs` with
+`scenic.train_lib.optimizers.get_optimizer` and own the loop.
 """
 
-from typing import Any
+import contextlib
 
-import optax
+from scenic.train_lib import optimizers
 
 import jaxpruner
+from jaxpruner.integrations import _patch
 
 
-def get_optimizer(
-  optimizer_config: Any, learning_rate_fn: Any, params: Any, pruner_config: Any
-) -> optax.GradientTransformation:
-  """Return Scenic's optimizer, wrapped by the pruner of a configuration.
+def pruned(
+  pruner: jaxpruner.BaseUpdater,
+) -> contextlib.AbstractContextManager[None]:
+  """Return a context in which Scenic's optimizers are wrapped by a pruner.
+
+  Call `classification_trainer.train(…)`, or another trainer, inside it. A
+  trainer that makes several optimizers, one for each part of the network, gets
+  each of them wrapped: every part has the pruner's sparsity, and
+  `find_state(opt_state)` must be given the state of one part.
 
   Args:
-    optimizer_config: `config.optimizer_configs`.
-    learning_rate_fn: step -> learning rate, as for Scenic's function of this
-      name.
-    params: the parameters; Scenic's function reads them for weight decay.
-    pruner_config: `config.pruner`, a configuration for
-      `create_updater_from_config`.
+    pruner: the updater.
 
   Returns:
-    The wrapped transformation.
+    A context manager; after it, Scenic is as before.
 
   Example:
     >>> import ml_collections, numpy as np
-    >>> params = {"kernel": np.ones((4, 4), np.float32)}
-    >>> tx = get_optimizer(
-    ...   ml_collections.ConfigDict({"optimizer": "momentum"}),
-    ...   lambda step: 0.1, params,
+    >>> pruner = jaxpruner.create_updater_from_config(
     ...   {"algorithm": "static_sparse", "sparsity": 0.75})
-    >>> masks = jaxpruner.find_state(tx.init(params)).masks
-    >>> int(masks["kernel"].sum())
+    >>> config = ml_collections.ConfigDict(
+    ...   {"optimizer": "sgd", "momentum": 0.9})
+    >>> with pruned(pruner):
+    ...   tx = optimizers.get_optimizer(config, lambda step: 0.1)
+    >>> opt_state = tx.init({"kernel": np.ones((4, 4), np.float32)})
+    >>> int(jaxpruner.find_state(opt_state).masks["kernel"].sum())
     4
   """
-  from scenic.train_lib import optimizers
-
-  pruner = jaxpruner.create_updater_from_config(pruner_config)
-  tx = optimizers.get_optimizer(optimizer_config, learning_rate_fn, params)
-  return pruner.wrap_optax(tx)
+  return _patch.wrapped(optimizers, "get_optimizer", pruner)
