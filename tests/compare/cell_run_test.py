@@ -228,7 +228,7 @@ def test_a_restored_training_ends_in_the_same_bits():
   for chunk in chunks[:5]:
     carry, *_ = built.train(carry, keys, data, chunk.start, chunk.count, length)
   first = chunks[5].start
-  saved = training.arrays_of(carry, [first, 1.0, cost])
+  saved = training.arrays_of(carry, [first, 1.0, cost, 0])
   later = []
   kept = Kept(saved)
   resumed = cell_run.run_cell(chosen, settings, later.append, kept)
@@ -261,15 +261,15 @@ def test_devices_share_a_batch_and_agree_with_one():
 @pytest.mark.parametrize(
   "change, reason",
   [
-    ({"progress": np.array([99.0, 1, 1])}, "step 99 of 24"),
-    ({"progress": np.array([np.nan, 1, 1])}, "three numbers"),
+    ({"progress": np.array([99.0, 1, 1, 0])}, "step 99 of 24"),
+    ({"progress": np.array([np.nan, 1, 1, 0])}, "four numbers"),
     ({"leaf:0": np.zeros(3)}, "need float32"),
     ({"more": np.zeros(3)}, "arrays"),
   ],
 )
 def test_a_readable_but_wrong_checkpoint_is_set_aside(change, reason):
   _, built, keys, data = parts("magnitude")
-  saved = training.arrays_of(built.start(keys, data), [2, 1.0, 1.0])
+  saved = training.arrays_of(built.start(keys, data), [2, 1.0, 1.0, 0])
   kept = Kept(saved | change)
   chosen, later = Cell("magnitude", 0.8), []
   found = cell_run.run_cell(chosen, helpers.settings(), later.append, kept)

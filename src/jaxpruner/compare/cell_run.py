@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -12,9 +12,9 @@ import numpy as np
 
 import jaxpruner
 from jaxpruner.compare import settings as settings_lib
-from jaxpruner.compare import tasks, training
+from jaxpruner.compare import streams, tasks, training
 from jaxpruner.compare.cells import BASELINES, Cell, costs_of
-from jaxpruner.compare.records import Chunk, Record
+from jaxpruner.compare.records import Chunk, Numbers, Record
 from jaxpruner.compare.settings import ComparisonSettings
 from jaxpruner.compare.tasks.base import Task
 from jaxpruner.inspect import cost
@@ -133,20 +133,69 @@ def _sizes(task: Task) -> tuple[int, int]:
   return total, prunable
 
 
+def load_data(
+  name: str, folder: str, options: Mapping[str, Any] | None = None
+) -> PyTree:
+  """Return a task's data on the device, once per process.
+
+  Args:
+    name: the registered name of the task.
+    folder: the folder to read from; "" is the default place.
+    options: values for the task's fields.
+
+  Returns:
+    The arrays of the task's `load`.
+  """
+  # Data never depend on these, so that a width more costs no copy of them.
+  apart = ("width", "steps", "learning_rate")
+  kept = {k: v for k, v in (options or {}).items() if k not in apart}
+  return _loaded(name, folder, tuple(sorted(kept.items())))
+
+
 @functools.lru_cache(maxsize=8)
-def load_data(name: str, folder: str) -> PyTree:
-  """Return a task's data on the device, once per process."""
-  loaded = tasks.make_task(name).load(folder or None)
+def _loaded(name: str, folder: str, options: tuple) -> PyTree:
+  loaded = tasks.make_task(name, dict(options)).load(folder or None)
   return jax.tree.map(jnp.asarray, loaded)
 
 
 @functools.lru_cache(maxsize=32)
-def _evaluator(task: Task) -> Callable[[PyTree, PyTree], dict[str, jax.Array]]:
+def _evaluator(task: Task) -> Callable[..., dict[str, jax.Array]]:
   if task.in_turn:
     return jax.jit(
-      lambda params, data: jax.lax.map(lambda p: task.evaluate(p, data), params)
+      lambda params, state, data: jax.lax.map(
+        lambda each: task.measure(each[0], each[1], data), (params, state)
+      )
     )
-  return jax.jit(jax.vmap(task.evaluate, in_axes=(0, None)))
+  return jax.jit(jax.vmap(task.measure, in_axes=(0, 0, None)))
+
+
+def evaluate(
+  task: Task, params: PyTree, state: PyTree, data: PyTree
+) -> dict[str, Numbers]:
+  """Return the metrics of all seeds.
+
+  Args:
+    task: the task.
+    params: the parameters; seeds are the leading axis.
+    state: the state of the network; seeds are the leading axis.
+    data: the result of the task's `load`.
+
+  Returns:
+    Name -> a number for each seed.
+  """
+  if task.on_host:
+    seeds = jax.tree.leaves(params)[0].shape[0]
+    one = lambda tree, i: jax.tree.map(lambda x: x[i], tree)
+    found = [
+      task.measure(one(params, i), one(state, i), data) for i in range(seeds)
+    ]
+    metrics = {name: [each[name] for each in found] for name in found[0]}
+  else:
+    metrics = jax.device_get(_evaluator(task)(params, state, data))
+  return {
+    name: np.asarray(value, np.float64).tolist()
+    for name, value in metrics.items()
+  }
 
 
 class Outcome(NamedTuple):
@@ -191,43 +240,67 @@ def run_cell(
   """
   began = time.perf_counter()
   task = cell_task(cell, settings)
-  data = load_data(settings.task, settings.data)
+  data = load_data(settings.task, settings.data, settings.options)
   config = updater_config(task, cell, settings)
   updater = jaxpruner.create_updater_from_config(config)
   flops = cost.count_flops(
-    task.apply,
+    forward_fn(task),
     jax.eval_shape(task.init, jax.random.key(0)),
     task.example(data),
   )
+  stream = None
+  if task.streamed:
+    stream = streams.Stream(task, range(settings.seeds))
   built = training.build(
-    task, updater, data, settings.devices, costs_of(cell).temperature
+    task,
+    updater,
+    data,
+    settings.devices,
+    costs_of(cell).temperature,
+    stream and stream.template,
   )
   keys = jax.vmap(jax.random.key)(jnp.arange(settings.seeds))
   if not task.resumable:
     checkpoint = None
-  run = _Run(cell, task, flops, built, keys, data)
+  run = _Run(cell, task, flops, built, keys, data, stream)
   done = run.train(began, emit, checkpoint)
 
-  params = built.final(done.carry)
-  metrics = jax.device_get(_evaluator(task)(params, data))
-  params, masks = jax.device_get((params, done.carry.masks))
+  params, state = built.final(done.carry), done.carry.state
+  metrics = evaluate(task, params, state, data)
+  params, masks, state = jax.device_get((params, done.carry.masks, state))
   record = Record(
     cell=cell.id,
     algorithm=cell.algorithm,
     sparsity=cell.sparsity,
     width=task.width,
-    metrics={
-      name: np.asarray(value, np.float64).tolist()
-      for name, value in metrics.items()
-    },
+    metrics=metrics,
     **_sizes_of(params, masks),
     **_costs_of(flops, done.cost, task, masks, updater),
     seconds=done.spent + time.perf_counter() - began,
+    batches=f"{done.checksum:08x}" if stream and run.rounds == 1 else "",
   )
   problem = _problem(record, task, cell, settings)
   one = lambda tree: jax.tree.map(lambda x: np.asarray(x[0]), tree)
   arrays = _named("param", one(params)) | _named("mask", one(masks))
+  arrays |= _named("state", training.raw_keys(one(state)))
   return Outcome(dataclasses.replace(record, problem=problem), arrays)
+
+
+def forward_fn(
+  task: Task, state: PyTree = None
+) -> Callable[[PyTree, Any], Any]:
+  """Return (params, inputs) -> outputs with the state filled in.
+
+  Args:
+    task: the task.
+    state: the state of the network; by default the initial one.
+
+  Returns:
+    The function that FLOPs and latency are measured on.
+  """
+  if task.has_state and state is None:
+    state = jax.jit(task.init_state)(jax.random.key(0))
+  return lambda params, inputs: task.forward(params, state, inputs)
 
 
 class _Progress(NamedTuple):
@@ -235,6 +308,7 @@ class _Progress(NamedTuple):
   first: int  # the next step
   spent: float  # seconds of earlier, interrupted processes
   cost: float  # FLOPs
+  checksum: int  # of the batches of a streamed task
 
 
 @dataclasses.dataclass(frozen=True)
@@ -247,10 +321,21 @@ class _Run:
   built: training.Training
   keys: jax.Array
   data: PyTree
+  stream: streams.Stream | None = None
+
+  @property
+  def rounds(self) -> int:
+    """The number of trainings, more than 1 for iterative pruning."""
+    return costs_of(self.cell).trainings
 
   @property
   def steps(self) -> int:
-    return costs_of(self.cell).trainings * self.task.steps
+    return self.rounds * self.task.steps
+
+  @property
+  def length(self) -> int:
+    """The number of steps in a chunk."""
+    return max(1, -(-self.steps // CHUNKS))
 
   def train(
     self,
@@ -260,38 +345,78 @@ class _Run:
   ) -> _Progress:
     """Train to the end, from the checkpoint if there is one."""
     at = self._resume(checkpoint)
-    length = max(1, -(-self.steps // CHUNKS))
     saved_at = time.perf_counter()
-    while at.first < self.steps:
-      count = min(length, self.steps - at.first)
-      carry, losses, taken = self.built.train(
-        at.carry, self.keys, self.data, at.first, count, length
-      )
-      chunk = chunk_of(self.cell, self.steps, at.first, count, losses, taken)
+    for carry, first, losses, taken, checksum in self._chunks(at):
+      count = min(self.length, self.steps - first)
+      chunk = chunk_of(self.cell, self.steps, first, count, losses, taken)
       each = costs_of(self.cell).gradients_per_step * _step_cost(
         self.flops, chunk
       )
-      at = _Progress(carry, at.first + count, at.spent, at.cost + count * each)
+      at = at._replace(
+        carry=carry,
+        first=first + count,
+        cost=at.cost + count * each,
+        checksum=checksum,
+      )
       emit(chunk)
       now = time.perf_counter()
       if checkpoint and at.first < self.steps and now - saved_at > 30:
-        progress = [at.first, at.spent + now - began, at.cost]
+        progress = [at.first, at.spent + now - began, at.cost, at.checksum]
         checkpoint.save(training.arrays_of(carry, progress))
         saved_at = now
     return at
 
+  def _chunks(self, at: _Progress) -> Iterator[tuple]:
+    """Yield (carry, first step, losses, snapshot, checksum) per chunk."""
+    if self.stream is not None:
+      yield from self._streamed_chunks(at, self.stream)
+      return
+    carry = at.carry
+    for first in range(at.first, self.steps, self.length):
+      count = min(self.length, self.steps - first)
+      carry, losses, taken = self.built.train(
+        carry, self.keys, self.data, first, count, self.length
+      )
+      yield carry, first, losses, taken, 0
+
+  def _streamed_chunks(
+    self, at: _Progress, stream: streams.Stream
+  ) -> Iterator[tuple]:
+    carry, begun, parts = at.carry, at.first, []
+    per_block = stream.steps_per_block(self.length)
+    # Dispatch is asynchronous: a block trains while the next one is drawn.
+    for block in stream.blocks(at.first, self.steps, self.length, at.checksum):
+      carry, losses, _ = self.built.train(
+        carry,
+        self.keys,
+        self.data,
+        block.first,
+        block.length,
+        per_block,
+        block.batches,
+      )
+      parts.append(losses[:, : block.length])
+      end = block.first + block.length
+      if end - begun == self.length or end == self.steps:
+        carry, taken = self.built.snapshot(carry)
+        losses = jnp.concatenate(parts, 1)
+        yield carry, begun, losses, taken, block.checksum
+        begun, parts = end, []
+
   def _resume(self, checkpoint: Checkpoint | None) -> _Progress:
-    carry = self.built.start(self.keys, self.data)
+    batches = self.stream.start() if self.stream else None
+    carry = self.built.start(self.keys, self.data, batches)
     saved = checkpoint.load() if checkpoint else None
     if checkpoint is None or saved is None:
-      return _Progress(carry, 0, 0.0, 0.0)
+      return _Progress(carry, 0, 0.0, 0.0, 0)
     try:
       carry, progress = training.restore(carry, saved, self.steps)
     except training.CheckpointError as error:
       # Only time is lost: the cell starts over and gives the same numbers.
       checkpoint.set_aside(str(error))
-      return _Progress(carry, 0, 0.0, 0.0)
-    return _Progress(carry, int(progress[0]), progress[1], progress[2])
+      return _Progress(carry, 0, 0.0, 0.0, 0)
+    first, spent, flops, checksum = progress
+    return _Progress(carry, int(first), spent, flops, int(checksum))
 
 
 def chunk_of(

@@ -1,8 +1,13 @@
 """The cells of a comparison: an algorithm at a sparsity, over all seeds."""
 
+import dataclasses
+import functools
 from typing import Any, NamedTuple
 
+import jax
+
 import jaxpruner
+from jaxpruner.compare import tasks
 from jaxpruner.compare.settings import ComparisonSettings
 
 BASELINES = ("dense", "small_dense")
@@ -70,10 +75,45 @@ def cells_of(settings: ComparisonSettings) -> list[Cell]:
   names = list(settings.algorithms) or default_algorithms()
   if "all" in names:
     names = fitting_algorithms()
+  if has_small_dense(settings):
+    names = ["small_dense", *names]
   found = [DENSE]
   for sparsity in settings.sparsity:
-    found += [Cell(name, sparsity) for name in ("small_dense", *names)]
+    found += [Cell(name, sparsity) for name in names]
   return list(dict.fromkeys(found))
+
+
+def has_small_dense(settings: ComparisonSettings) -> bool:
+  """Return whether the task's network can be narrower.
+
+  Args:
+    settings: the comparison.
+
+  Returns:
+    False if the task has no rule for it, or ignores its `width`.
+
+  Example:
+    >>> has_small_dense(ComparisonSettings())
+    True
+  """
+  task = tasks.make_task(settings.task, settings.options)
+  return task.narrowable and _obeys_width(task)
+
+
+@functools.lru_cache(maxsize=32)
+def _obeys_width(task: tasks.Task) -> bool:
+  """Whether the smallest width gives a network with fewer weights."""
+  if task.width <= task.width_multiple:
+    return False
+  narrow = dataclasses.replace(task, width=task.width_multiple)
+  return weights_of(narrow) < weights_of(task)
+
+
+@functools.lru_cache(maxsize=256)
+def weights_of(task: tasks.Task) -> int:
+  """Return the number of parameters of a task's network."""
+  shapes = jax.eval_shape(task.init, jax.random.key(0))
+  return sum(x.size for x in jax.tree.leaves(shapes))
 
 
 def fitting_algorithms() -> list[str]:

@@ -1,12 +1,11 @@
 """`jaxpruner compare`: run a comparison, print its table, write its report."""
 
 import argparse
-import dataclasses
 import importlib.util
 import os
 import pathlib
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:  # imported on use: JAX must not start before its devices
   from jaxpruner.compare.cells import Cell
@@ -18,7 +17,11 @@ if TYPE_CHECKING:  # imported on use: JAX must not start before its devices
 def add_arguments(parser: argparse.ArgumentParser) -> None:
   """Declare the options; defaults are those of the task or the settings."""
   add = parser.add_argument
-  add("--task", help="the task (default: digits); see --list")
+  add(
+    "--task",
+    help="the task (default: digits): a name of --list, or module:NAME of "
+    "your own",
+  )
   add("--algorithms", help="comma-separated, or all (default: the paper's)")
   add("--sparsity", help="fractions removed, such as 0.8,0.9,0.95")
   add("--seeds", type=int, help="number of seeds (default: 3)")
@@ -29,8 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     "--set",
     action="append",
     default=[],
-    metavar="FIELD=VALUE",
-    help="override another field of the task: width, batch_size, ...",
+    metavar="OPTION=VALUE",
+    help="set another option of the task: width, batch_size, ...",
   )
   add("--out", help="run folder (default: runs/TASK-HASH)")
   add("--jobs", type=int, help="parallel processes (default: one per core)")
@@ -65,17 +68,22 @@ def run(args: argparse.Namespace) -> int:
       )
       return 2
   from jaxpruner import datasets
+  from jaxpruner.compare import modules
   from jaxpruner.compare import settings as settings_lib
   from jaxpruner.compare.files import RunFolderError
 
   try:
-    settings_lib.import_modules(args.imports or ())
+    modules.import_modules(args.imports or ())
+    modules.import_task(args.task or "")
     if args.list:
       print_list()
       return 0
     settings = settings_from(args)
-    out = f"runs/{settings.task}-{settings.digest()}"
-    return compare(settings, out if args.out is None else args.out, args)
+    out = (
+      settings_lib.default_folder(settings) if args.out is None else args.out
+    )
+    running = Running(args.jobs, args.executor, args.ray_address, args.quiet)
+    return compare(settings, out, running)
   except (ValueError, RunFolderError, datasets.DataError) as error:
     print(f"jaxpruner compare: {error}", file=sys.stderr)
     return 1
@@ -99,6 +107,12 @@ def settings_from(args: argparse.Namespace) -> "ComparisonSettings":
   from jaxpruner.compare import settings as settings_lib
 
   values = settings_lib.read_config(args.config) if args.config else {}
+  named = values.get("task", "")
+  if ":" in named and named != args.task:
+    raise ValueError(
+      f"--config {args.config}: names the task {named!r}; a file imports "
+      f"nothing by itself: if you trust that module, type --task {named}"
+    )
   untyped = set(values.get("imports", ())) - set(args.imports or ())
   if untyped:
     named = " ".join(f"--import {name}" for name in sorted(untyped))
@@ -121,7 +135,7 @@ def settings_from(args: argparse.Namespace) -> "ComparisonSettings":
   if dictated is not None:
     values.setdefault("sparsity", (dictated,))
   settings = settings_lib.ComparisonSettings(**values)
-  settings_lib.check_algorithms(settings)
+  settings_lib.check_names(settings)
   _check_running(args)
   return settings
 
@@ -150,15 +164,34 @@ def _options(args: argparse.Namespace, given: Any) -> dict[str, Any]:
   if args.steps is not None:
     options["steps"] = args.steps
   for item in args.set:
-    name, _, value = item.partition("=")
-    try:
-      options[name] = int(value)
-    except ValueError:
-      try:
-        options[name] = float(value)
-      except ValueError as error:
-        raise ValueError(f"--set {item!r}: write FIELD=NUMBER") from error
+    name, equals, value = item.partition("=")
+    if not name or not equals or not value:
+      raise ValueError(f"--set {item!r}: write OPTION=VALUE")
+    options[name] = parsed(value)
   return options
+
+
+def parsed(text: str) -> int | float | bool | str:
+  """Return the value that a text spells: a number, true, false, or itself.
+
+  Args:
+    text: what the user typed.
+
+  Returns:
+    The value.
+
+  Example:
+    >>> parsed("3"), parsed("1e-3"), parsed("true"), parsed("adam")
+    (3, 0.001, True, 'adam')
+  """
+  if text.lower() in ("true", "false"):
+    return text.lower() == "true"
+  for kind in (int, float):
+    try:
+      return kind(text)
+    except ValueError:
+      pass
+  return text
 
 
 def _check_running(args: argparse.Namespace) -> None:
@@ -169,15 +202,33 @@ def _check_running(args: argparse.Namespace) -> None:
     raise ValueError("--out '': is empty; give a folder, or leave it out")
 
 
-def compare(
-  settings: "ComparisonSettings", out: str, args: argparse.Namespace
-) -> int:
+class Running(NamedTuple):
+  """The options that do not change the numbers.
+
+  Attributes:
+    jobs: the number of worker processes; None is one per core.
+    executor: "local" or "ray".
+    ray_address: the address of a running cluster.
+    quiet: whether to show no progress bar.
+    in_process: whether cells run one after another in this process.
+    table: whether to print the table at the end.
+  """
+
+  jobs: int | None = None
+  executor: str = "local"
+  ray_address: str | None = None
+  quiet: bool = False
+  in_process: bool = False
+  table: bool = True
+
+
+def compare(settings: "ComparisonSettings", out: str, running: Running) -> int:
   """Compute the unfinished cells of a run, then write its report.
 
   Args:
     settings: the comparison.
     out: the run folder.
-    args: the options that do not change the numbers.
+    running: the options that do not change the numbers.
 
   Returns:
     0, or 1 if a cell failed.
@@ -198,11 +249,14 @@ def compare(
   # Raise for missing data now, not in every cell.
   data = task.load(settings.data or None)
   with run_folder.RunFolder(out) as run:
-    run.open_run(fingerprint.run_info(settings, data))
+    info = fingerprint.run_info(settings, data, running.in_process)
+    run.open_run(info)
     del data
+    for note in () if running.quiet else info.notes:
+      print(note, file=sys.stderr)
     pending = _pending(run_folder.read_results(out), wanted)
     done = len(wanted) - len(pending)
-    bar = terminal.Progress(len(wanted), done, task.metric, args.quiet)
+    bar = terminal.Progress(len(wanted), done, task.metric, running.quiet)
     with bar:
 
       def emit(event: "Event") -> None:
@@ -212,13 +266,14 @@ def compare(
         else:
           bar.finish(event)
 
-      _execute(pending, settings, run.path, emit, args)
+      _execute(pending, settings, run.path, emit, running)
     measured = run_folder.read_latency(out)
     missing = [cell for cell in wanted if cell.id not in measured]
     latency.measure_all(run.path, settings, missing, run.append)
     rows = page.write_report([out], out)
-  terminal.print_table(rows)
-  print(f"report: {pathlib.Path(out) / 'report.html'}")
+  if running.table:
+    terminal.print_table(rows)
+    print(f"report: {pathlib.Path(out) / 'report.html'}")
   return int(any(row.problem for row in rows))
 
 
@@ -237,16 +292,18 @@ def _execute(
   settings: "ComparisonSettings",
   path: pathlib.Path,
   emit: "Emit",
-  args: argparse.Namespace,
+  running: Running,
 ) -> None:
   """Compute the cells with the executor that the options choose."""
   import jax
 
   from jaxpruner.compare import executors, workers
 
-  jobs = args.jobs if args.jobs is not None else _default_jobs()
-  if args.executor == "ray":
-    executors.ray_cluster(pending, settings, path, emit, args.ray_address)
+  jobs = running.jobs if running.jobs is not None else _default_jobs()
+  if running.in_process:
+    executors.serial(pending, settings, path, emit)
+  elif running.executor == "ray":
+    executors.ray_cluster(pending, settings, path, emit, running.ray_address)
   elif jobs == 1 and jax.default_backend() != "cpu":
     # Only one process can use the accelerator: this one.
     executors.serial(pending, settings, path, emit)
@@ -271,11 +328,10 @@ def print_list() -> None:
 
   print("tasks")
   for name in tasks.TASKS:
-    cls = tasks.task_class(name)
-    options = ", ".join(
-      f"{field.name}={field.default}" for field in dataclasses.fields(cls)
-    )
-    summary = (cls.__doc__ or "").strip().splitlines()[0]
+    known = tasks.task_options(name).items()
+    options = ", ".join(f"{key}={default}" for key, default in known)
+    lines = (tasks.task_class(name).__doc__ or "").strip().splitlines()
+    summary = lines[0] if lines else ""
     print(f"  {name:14} {summary}\n{'':17}{options}")
   print("\nalgorithms")
   fitting, default = cells.fitting_algorithms(), cells.default_algorithms()

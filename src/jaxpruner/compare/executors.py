@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxpruner.compare import cell_run, files, settings
+from jaxpruner.compare import cell_run, files, modules, settings
 from jaxpruner.compare.cells import Cell
 from jaxpruner.compare.files import RunFolderError
 from jaxpruner.compare.records import (
@@ -229,7 +229,9 @@ def store_remote(
 
 def _remote(cell: tuple, payload: dict) -> tuple[list[dict], bytes | None]:
   """Compute one cell on a node; a module-level function, as Ray requires."""
-  settings.import_modules(payload.get("imports", ()))
+  # The modules that the user typed; the head node sent their names.
+  modules.import_modules(payload.get("imports", ()))
+  modules.import_task(payload.get("task", ""))
   chosen = settings.from_json(payload)
   events: list[dict] = []
   emit = lambda event: events.append(event_to_json(event))

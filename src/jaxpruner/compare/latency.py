@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 import jaxpruner
-from jaxpruner.compare import cell_run, files
+from jaxpruner.compare import cell_run, files, tasks, training
 from jaxpruner.compare.cells import DENSE, Cell
 from jaxpruner.compare.records import Latency
 from jaxpruner.compare.settings import ComparisonSettings
@@ -58,17 +58,27 @@ class _Runner(NamedTuple):
 
 def _runner(cell, settings, file) -> _Runner:
   task = cell_run.cell_task(cell, settings)
-  data = cell_run.load_data(settings.task, settings.data)
+  data = cell_run.load_data(settings.task, settings.data, settings.options)
   inputs = task.example(data)
   arrays = files.unpack_arrays(file)
   shapes = jax.eval_shape(task.init, jax.random.key(0))
   params = _fill(shapes, arrays, "param")
   masks = _fill(shapes, arrays, "mask")
-  fast = _accelerated(task.apply, params, masks, inputs)
+  apply = cell_run.forward_fn(task, _state(task, arrays))
+  fast = _accelerated(apply, params, masks, inputs)
   if fast is not None:
     return _Runner(lambda: fast(inputs), "accelerate")
-  compiled = jax.jit(task.apply)
+  compiled = jax.jit(apply)
   return _Runner(lambda: compiled(params, inputs), "masked dense")
+
+
+def _state(task: tasks.Task, arrays: dict[str, np.ndarray]) -> Any:
+  """Return the trained state of the network, such as batch statistics."""
+  if not task.has_state:
+    return None
+  initial = jax.jit(task.init_state)(jax.random.key(0))
+  stored = _fill(initial, arrays, "state")
+  return jax.tree.map(training.restored_leaf, initial, stored)
 
 
 def _fill(shapes: Any, arrays: dict[str, np.ndarray], prefix: str) -> Any:
@@ -87,7 +97,10 @@ def _accelerated(apply, params, masks, inputs) -> Callable | None:
     accelerate = jaxpruner.sparse.accelerate
   except (AttributeError, ImportError):
     return None
-  fast, _ = accelerate(apply, params, inputs, masks=masks)
+  try:
+    fast, _ = accelerate(apply, params, inputs, masks=masks)
+  except (TypeError, ValueError, NotImplementedError):
+    return None  # a network that it cannot rewrite runs as a masked dense one
   return fast
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import matplotlib.pyplot as plt
 
 from jaxpruner import plot
-from jaxpruner.compare import cells, tasks
+from jaxpruner.compare import cells
 from jaxpruner.compare.columns import percent
 from jaxpruner.compare.table import TableRow
 
@@ -54,7 +54,7 @@ def draw_metric(table: Sequence[TableRow]) -> Any:
 
 
 def _metric_label(table: Sequence[TableRow]) -> str:
-  unit = _task(table[0].task).unit
+  unit = table[0].unit
   name = table[0].metric_name
   return plot.plain(f"{name} ({unit})" if unit else name)
 
@@ -108,7 +108,7 @@ def _lines(
     for r in table
     if r.metric and r.sparsity == level
   }
-  sign = -1 if _task(table[0].task).higher_is_better else 1
+  sign = -1 if table[0].higher_is_better else 1
   order = lambda name: sign * means[name] if name in means else math.inf
   colours = itertools.cycle(plot.COLOURS)
   lines = []
@@ -187,11 +187,6 @@ def _points(
   """Return an algorithm's row at each sparsity."""
   found = {r.sparsity: r for r in table if r.algorithm == name}
   return [found.get(level) for level in levels]
-
-
-def _task(name: str) -> Any:
-  """Return the class of a task; the base class if it is not registered."""
-  return tasks.task_class(name) if name in tasks.TASKS else tasks.Task
 
 
 def _errorbar(axis: Any, points: Sequence[TableRow | None], offset, **look):

@@ -110,6 +110,7 @@ def _section(
     f"{escape(versions.get('jax', ''))}; started {escape(info.started)}<br>"
     f"<code>{escape(info.command)}</code></p>",
   ]
+  parts += [f"<p class='meta'>{escape(note)}</p>" for note in info.notes]
   order = ("metric", "layers", "masks", "loss")
   figures = {
     name: _figure(name, inline[name]) for name in order if name in inline

@@ -163,6 +163,7 @@ class Record(Stored):
     seconds: wall time, including compilation.
     collapsed: leaves that lost every weight with at least one seed.
     problem: the reason why the cell is not in the table, or "".
+    batches: a checksum of the batches of a streamed task, or "".
   """
 
   event: ClassVar[str] = "done"
@@ -186,6 +187,7 @@ class Record(Stored):
   seconds: float
   collapsed: list[str] = dataclasses.field(default_factory=list)
   problem: str = ""
+  batches: str = ""
 
 
 @dataclasses.dataclass(frozen=True)

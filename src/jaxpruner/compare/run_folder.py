@@ -58,6 +58,9 @@ class RunInfo(Stored):
     jax: the JAX settings that change numbers.
     cells: algorithm, sparsity, order and title of its group, for each cell.
     metric: the name of the metric in the table.
+    unit: its unit.
+    higher_is_better: whether a higher metric is better.
+    notes: what a reader of the table must know, such as a missing baseline.
     device: a description of the machine.
     commit: the commit of the library's source.
     command: the command line.
@@ -73,6 +76,9 @@ class RunInfo(Stored):
   jax: dict[str, str] = dataclasses.field(default_factory=dict)
   cells: list[list] = dataclasses.field(default_factory=list)
   metric: str = ""
+  unit: str = "%"
+  higher_is_better: bool = True
+  notes: list[str] = dataclasses.field(default_factory=list)
   device: str = ""
   commit: str = ""
   command: str = ""
@@ -237,10 +243,7 @@ def settings_of(info: RunInfo, path: str) -> settings.ComparisonSettings:
   try:
     return settings.from_json(info.settings, where)
   except ValueError as error:
-    raise RunFolderError(
-      f"{error}. Reading a run does not import its modules: if you trust "
-      "them, name them with --import"
-    ) from error
+    raise RunFolderError(str(error)) from error
 
 
 def grouped_cells(info: RunInfo, path: str) -> list[tuple[Cell, Group]]:
@@ -249,7 +252,7 @@ def grouped_cells(info: RunInfo, path: str) -> list[tuple[Cell, Group]]:
   if info.format == 1:  # without a list: derive it from the settings
     chosen = settings_of(info, path)
     try:
-      settings.check_algorithms(chosen)
+      settings.check_names(chosen)
       return [(cell, group(cell.algorithm)) for cell in cells_of(chosen)]
     except ValueError as error:
       raise RunFolderError(

@@ -2,11 +2,11 @@
 
 import dataclasses
 import hashlib
-import importlib
+import inspect
 import json
 import math
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jaxpruner
@@ -19,7 +19,7 @@ class ComparisonSettings:
   """All options of the user that determine the numbers of a comparison.
 
   Attributes:
-    task: a name in `tasks.TASKS`.
+    task: a name in `tasks.TASKS`, or `module:NAME` of a task of the user's.
     algorithms: registered names. Empty means `cells.DEFAULT` and those
       registered outside the library; "all" means every algorithm that fits a
       training loop.
@@ -60,7 +60,10 @@ class ComparisonSettings:
       for value in getattr(self, name):
         _check_text(f"--{option}", value)
     _check_sparsity(self.sparsity)
-    _check_options(self.task, self.options)
+    if not isinstance(self.options, Mapping):
+      raise ValueError(
+        f"[options] {self.options!r}: must be a table of task fields"
+      )
     type_sparsity(self.type)
 
   def digest(self) -> str:
@@ -73,8 +76,27 @@ class ComparisonSettings:
     return json.loads(json.dumps(dataclasses.asdict(self)))
 
 
+def default_folder(settings: ComparisonSettings) -> str:
+  """Return the run folder of a comparison: `runs/TASK-HASH`.
+
+  Args:
+    settings: the comparison.
+
+  Returns:
+    The path, relative to the current folder.
+
+  Example:
+    >>> default_folder(ComparisonSettings(task="my.module:Task"))[:20]
+    'runs/my.module.Task-'
+  """
+  return f"runs/{settings.task.replace(':', '.')}-{settings.digest()}"
+
+
 def from_json(values: Any, where: str = "settings") -> ComparisonSettings:
   """Return the settings from the result of `to_json`; import nothing.
+
+  Names of tasks, their options and algorithms are not looked up: the folder of
+  a run can be read without the modules that it used (see `check_names`).
 
   Args:
     values: the content of a JSON or TOML file; a single value may replace a
@@ -140,41 +162,29 @@ def read_config(path: str) -> dict[str, Any]:
   except OSError as error:
     raise ValueError(f"--config {path}: {error.strerror}") from error
   # Check all values now, so that an error message names the file.
-  from_json(values, f"--config {path}")
+  found = from_json(values, f"--config {path}")
+  try:
+    # A module of the user's is not imported on the word of a file.
+    if ":" not in found.task or found.task in tasks.TASKS:
+      check_options(found.task, found.options)
+  except ValueError as error:
+    raise ValueError(f"--config {path}: {error}") from error
   return {key: _as_tuple(key, value) for key, value in values.items()}
 
 
-def import_modules(names: Iterable[str]) -> None:
-  """Import the modules that the user typed after --import.
-
-  Args:
-    names: module names; never strings that a file holds.
-
-  Raises:
-    ValueError: a module is missing or raises while it is imported.
-  """
-  for name in names:
-    try:
-      importlib.import_module(name)
-    except Exception as error:
-      raise ValueError(
-        f"--import {name!r}: {type(error).__name__}: {error}; the module must "
-        "be importable: install it, or put its folder into PYTHONPATH"
-      ) from error
-
-
-def check_algorithms(settings: ComparisonSettings) -> None:
-  """Raise if an algorithm is not registered.
+def check_names(settings: ComparisonSettings) -> None:
+  """Raise if the task, one of its options or an algorithm is unknown.
 
   Args:
     settings: the comparison.
 
   Raises:
-    ValueError: names the unknown algorithm and the nearest one.
+    ValueError: names what is unknown and the nearest valid name.
 
   Example:
-    >>> check_algorithms(ComparisonSettings(algorithms=("rigl",)))
+    >>> check_names(ComparisonSettings(algorithms=("rigl",)))
   """
+  check_options(settings.task, settings.options)
   known = ("all", *jaxpruner.all_algorithm_names())
   for name in settings.algorithms:
     if name not in known:
@@ -248,26 +258,45 @@ def _check_sparsity(values: Any) -> None:
       )
 
 
-def _check_options(task: str, options: Any) -> None:
-  """Check overrides against the task's fields and their types."""
-  if not isinstance(options, Mapping):
-    raise ValueError(f"[options] {options!r}: must be a table of task fields")
-  made = tasks.make_task(task, options)  # refuses unknown tasks and fields
-  for field in dataclasses.fields(made):
-    if field.name not in options:
+def check_options(task: str, options: Mapping[str, Any]) -> None:
+  """Check values for the task's options against the types of their defaults.
+
+  Args:
+    task: a registered name.
+    options: option -> value.
+
+  Raises:
+    ValueError: the task or an option is unknown, or a value is wrong.
+
+  Example:
+    >>> check_options("digits", {"steps": 10})
+  """
+  known = tasks.task_options(task)
+  for key, value in options.items():
+    if key not in known:
+      raise ValueError(
+        f"task {task!r} has no option {key!r}; {_tools.nearest(key, known)}"
+      )
+    default = known[key]
+    if default in (None, inspect.Parameter.empty, dataclasses.MISSING):
       continue
-    value, name = options[field.name], f"--set {field.name}="
-    if field.name == "steps":
-      name = "--steps "
-    if _is_whole(field.default):
-      if not _is_whole(value) or value < 1:
-        raise ValueError(
-          f"{name}{value}: {task}'s {field.name} must be a whole number of at "
-          f"least one (default {field.default})"
-        )
-    elif isinstance(field.default, float):
-      if not _is_number(value):
-        raise ValueError(
-          f"{name}{value}: {task}'s {field.name} must be a finite number "
-          f"(default {field.default})"
-        )
+    fits, words = _kind_of(default)
+    if not fits(value):
+      option = "--steps " if key == "steps" else f"--set {key}="
+      raise ValueError(
+        f"{option}{value}: {task}'s {key} must be {words} (default {default})"
+      )
+
+
+def _kind_of(default: Any) -> tuple[Any, str]:
+  """Return (check, words) for values of an option with this default."""
+  if isinstance(default, bool):
+    return lambda v: isinstance(v, bool), "true or false"
+  if isinstance(default, int):
+    fits = lambda v: _is_whole(v) and v >= min(1, default)
+    return fits, f"a whole number of at least {min(1, default)}"
+  if isinstance(default, float):
+    return _is_number, "a finite number"
+  if isinstance(default, str):
+    return lambda v: isinstance(v, str), "text"
+  return lambda v: isinstance(v, type(default)), type(default).__name__

@@ -4,7 +4,7 @@ import dataclasses
 import math
 from typing import Any
 
-from jaxpruner.compare import run_folder, statistics, tasks
+from jaxpruner.compare import run_folder, statistics
 from jaxpruner.compare.cells import DENSE, Cell
 from jaxpruner.compare.records import Failure, Record
 from jaxpruner.compare.statistics import Estimate
@@ -36,6 +36,8 @@ class TableRow:
   latency: float | None = None
   seconds: float | None = None
   collapsed: str = ""  # leaves that lost every weight
+  unit: str = ""
+  higher_is_better: bool = True
 
 
 def rows(path: str, times: bool = True) -> list[TableRow]:
@@ -53,8 +55,6 @@ def rows(path: str, times: bool = True) -> list[TableRow]:
   """
   info = run_folder.read_run(path)
   settings = run_folder.settings_of(info, path)
-  task = tasks.task_class(settings.task)
-  metric = info.metric or task.metric
   results = run_folder.read_results(path)
   latency = run_folder.read_latency(path)
   grouped = run_folder.grouped_cells(info, path)
@@ -64,7 +64,13 @@ def rows(path: str, times: bool = True) -> list[TableRow]:
     block = [c for c in grouped if c[0] == DENSE or c[0].sparsity == sparsity]
     for cell, group in sorted(block, key=lambda item: item[1].order):
       head = TableRow(
-        settings.task, sparsity, group.title, cell.algorithm, metric
+        settings.task,
+        sparsity,
+        group.title,
+        cell.algorithm,
+        info.metric or "accuracy",
+        unit=info.unit,
+        higher_is_better=info.higher_is_better,
       )
       record = results.get(cell.id)
       row = _filled(head, cell, record, dense)
@@ -93,6 +99,12 @@ def _filled(
   theirs = None
   if isinstance(dense, Record) and not dense.problem:
     theirs = _metric(dense, head.metric_name)
+  if _other_batches(record, dense):
+    return dataclasses.replace(
+      head,
+      problem="its batches were not those of the dense row: the loader is not "
+      "deterministic",
+    )
   difference = None
   if cell != DENSE and theirs and len(theirs) == len(values):
     difference = statistics.paired_difference(values, theirs)
@@ -121,6 +133,11 @@ def _filled(
     ece=optional("ece"),
     collapsed=" ".join(record.collapsed),
   )
+
+
+def _other_batches(record: Record, dense: Record | Failure | None) -> bool:
+  theirs = dense.batches if isinstance(dense, Record) else ""
+  return bool(record.batches and theirs and record.batches != theirs)
 
 
 def _metric(record: Record, name: str) -> list[float] | None:

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import jax
@@ -67,6 +68,22 @@ class Task:
   # batched; "auto" is "map" on a CPU, where the activations of all seeds
   # together do not fit into the cache, and "vmap" elsewhere.
   batching: ClassVar[str] = "vmap"
+  # Whether the network has state that training changes without a gradient,
+  # such as batch statistics. `apply`, `loss` and `evaluate` then take it after
+  # the parameters, and `loss` returns (loss, the new state).
+  has_state: ClassVar[bool] = False
+  # Whether `evaluate` is called outside of JAX, once per seed, with arrays.
+  on_host: ClassVar[bool] = False
+
+  @property
+  def streamed(self) -> bool:
+    """Whether batches come from `stream`, on the host, during training."""
+    return type(self).stream is not Task.stream
+
+  @property
+  def narrowable(self) -> bool:
+    """Whether a smaller `width` gives a smaller network."""
+    return True
 
   @property
   def in_turn(self) -> bool:
@@ -116,6 +133,47 @@ class Task:
       0.0, self.learning_rate, warmup, max(self.steps, warmup + 1)
     )
     return optax.adam(schedule)
+
+  def init_state(self, key: jax.Array) -> PyTree:
+    """Return the network's initial state; empty unless `has_state`."""
+    del key
+    return ()
+
+  def stream(self, seed: int, step: int) -> Iterator[PyTree]:
+    """Yield the batches of a seed from a step on, as NumPy arrays.
+
+    A task that defines `stream` needs no `batches`, and its data need not fit
+    on the device. All batches have one shape. Two calls must yield the same
+    batches, and a call that starts later must continue the same sequence; both
+    are checked.
+
+    Args:
+      seed: the number of the seed: 0, 1, ...
+      step: the step of the first batch.
+    """
+    raise NotImplementedError
+
+  # What the training calls; the state is passed on, or left out.
+
+  def forward(self, params: PyTree, state: PyTree, inputs: PyTree) -> PyTree:
+    """Return `apply` with the state if the task has one."""
+    if self.has_state:
+      return self.apply(params, state, inputs)  # pyright: ignore
+    return self.apply(params, inputs)
+
+  def loss_and_state(
+    self, params: PyTree, state: PyTree, batch: PyTree, key: jax.Array
+  ) -> tuple[jax.Array, PyTree]:
+    """Return (loss, the new state)."""
+    if self.has_state:
+      return self.loss(params, state, batch, key)  # pyright: ignore
+    return self.loss(params, batch, key), state
+
+  def measure(self, params: PyTree, state: PyTree, data: PyTree) -> Any:
+    """Return `evaluate` with the state if the task has one."""
+    if self.has_state:
+      return self.evaluate(params, state, data)  # pyright: ignore
+    return self.evaluate(params, data)
 
   # The next three methods are for tasks that do not train on a fixed data set:
   # federated tasks override `gradient`; reinforcement learning keeps its
