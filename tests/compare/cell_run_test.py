@@ -19,7 +19,7 @@ def parts(algorithm, seeds=2):
   settings = helpers.settings(seeds=seeds)
   chosen = Cell(algorithm, 0.8)
   task = cell_run.cell_task(chosen, settings)
-  config = cell_run.updater_config(task, chosen, settings)
+  config = cell_run.updater_config(task, chosen)
   updater = jaxpruner.create_updater_from_config(config)
   data = cell_run.load_data("digits", "")
   built = training.build(
@@ -183,10 +183,10 @@ def test_a_cell_realises_its_request_and_says_what_it_costs():
 def test_a_cell_that_breaks_its_promise_fails(change, reason):
   task = tasks.make_task("digits", helpers.TINY)
   good = helpers.record("magnitude@0.8", [1.0, 1.0], leaves=3)
-  chosen, settings = Cell("magnitude", 0.8), helpers.settings()
-  assert cell_run._problem(good, task, chosen, settings) == ""
+  chosen = Cell("magnitude", 0.8)
+  assert cell_run._problem(good, task, chosen) == ""
   bad = dataclasses.replace(good, **change)
-  assert reason in cell_run._problem(bad, task, chosen, settings)
+  assert reason in cell_run._problem(bad, task, chosen)
 
 
 def test_a_pruner_that_misses_its_target_fails_the_cell(monkeypatch):
@@ -241,10 +241,15 @@ def test_a_restored_training_ends_in_the_same_bits():
 
 def test_two_to_four_sparsity_is_exact():
   settings = helpers.settings(type="2:4", sparsity=(0.5,), seeds=1)
-  outcome = cell_run.run_cell(Cell("static_sparse", 0.5), settings)
+  outcome = cell_run.run_cell(Cell("static_sparse", 0.5, "2:4"), settings)
   assert outcome.record.problem == ""
-  mask = outcome.arrays["mask:layer_0/kernel"]
-  assert (mask.reshape(16, 4, -1).sum(1) == 2).all()
+  mask = outcome.arrays["mask:layer_1/kernel"]
+  assert (mask.reshape(2, 4, -1).sum(1) == 2).all()
+  assert outcome.record.notes == [
+    "layer_0/kernel stays dense: the first layer",
+    "layer_2/kernel stays dense: the output layer",
+  ]
+  assert "mask:layer_0/kernel" not in outcome.arrays
 
 
 def test_devices_share_a_batch_and_agree_with_one():

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
@@ -11,9 +12,15 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxpruner
-from jaxpruner.compare import settings as settings_lib
-from jaxpruner.compare import streams, tasks, training
-from jaxpruner.compare.cells import BASELINES, Cell, costs_of
+from jaxpruner.compare import spelling, streams, structure, tasks, training
+from jaxpruner.compare.cells import (
+  BASELINES,
+  Cell,
+  base_task,
+  costs_of,
+  distribution_of,
+  options_at,
+)
 from jaxpruner.compare.records import Chunk, Numbers, Record
 from jaxpruner.compare.settings import ComparisonSettings
 from jaxpruner.compare.tasks.base import Task
@@ -24,30 +31,32 @@ CHUNKS = 20  # parts of a training; after each: snapshot, progress, checkpoint
 
 
 def updater_config(
-  task: Task, cell: Cell, settings: ComparisonSettings
+  task: Task, cell: Cell, dense: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
   """Return the configuration of a cell's updater.
 
   Args:
     task: the task.
     cell: the cell.
-    settings: the comparison.
+    dense: leaves that its sparsity type leaves dense.
 
   Returns:
     The argument of `create_updater_from_config`.
 
   Example:
     >>> task = tasks.make_task("digits", {"steps": 40})
-    >>> config = updater_config(task, Cell("rigl", 0.9), ComparisonSettings())
+    >>> config = updater_config(task, Cell("rigl", 0.9))
     >>> config["sparsity"], config["dist_type"], config["total_steps"]
     (0.9, 'erk', 40)
   """
   if cell.algorithm in BASELINES:
     return {"algorithm": "no_prune"}
+  name, options = spelling.algorithm_of(cell.algorithm)
+  share = distribution_of(cell, task)
   config = {
-    "algorithm": cell.algorithm,
+    "algorithm": name,
     "sparsity": cell.sparsity,
-    "dist_type": settings.distribution or task.distribution,
+    "dist_type": task.distribution if share == "global" else share,
     "total_steps": task.steps,
     **task.pruning,
   }
@@ -56,20 +65,25 @@ def updater_config(
     # Each round is as long as the training of every other algorithm.
     config |= {"update_freq": steps, "update_start_step": steps}
     config |= {"update_end_step": (total - 1) * steps}
-  if settings.type:
-    config["sparsity_type"] = settings.type
-    # N:M gives every leaf the same sparsity; ERK would contradict it.
-    if settings_lib.type_sparsity(settings.type) is not None:
-      config["dist_type"] = settings.distribution or "uniform"
-  return config
+  if cell.type:
+    config["sparsity_type"] = spelling.parse_type(cell.type)
+  if dense:
+    chosen = dict(config.get("custom_sparsity_map") or {})
+    config["custom_sparsity_map"] = chosen | dict.fromkeys(dense)
+  return config | options
 
 
 def cell_task(cell: Cell, settings: ComparisonSettings) -> Task:
   """Return the task of a cell; the small dense baseline is narrower."""
-  task = tasks.make_task(settings.task, settings.options)
+  task = base_task(settings, cell.options)
   if cell.algorithm != "small_dense":
     return task
-  return with_width_for(task, cell.sparsity)
+  narrow = with_width_for(task, cell.sparsity)
+  if not settings.optimizer:
+    return narrow
+  return tasks.with_optimizer(
+    narrow, options_at(settings, cell.options)["optimizer"]
+  )
 
 
 def with_width_for(task: Task, sparsity: float) -> Task:
@@ -113,6 +127,13 @@ def with_width_for(task: Task, sparsity: float) -> Task:
 def _sizes(task: Task) -> tuple[int, int]:
   """Return (all parameters, those that pruning may remove)."""
   shapes = jax.eval_shape(task.init, jax.random.key(0))
+  total = sum(x.size for x in jax.tree.leaves(shapes))
+  prunable = structure.prunable_shapes(shapes, _targets(task, shapes))
+  return total, sum(map(math.prod, prunable.values()))
+
+
+def _targets(task: Task, shapes: PyTree) -> PyTree:
+  """Return the tree of leaves that pruning may change; None elsewhere."""
   config = {
     "algorithm": "magnitude",
     "sparsity": 0.5,
@@ -122,15 +143,39 @@ def _sizes(task: Task) -> tuple[int, int]:
   }
   updater = jaxpruner.create_updater_from_config(config)
   share = updater.sparsity_distribution_fn
-  targets = share(shapes) if share else None
-  total = sum(x.size for x in jax.tree.leaves(shapes))
-  masked = jax.tree.structure(shapes).flatten_up_to(targets)
-  prunable = sum(
-    x.size
-    for x, target in zip(jax.tree.leaves(shapes), masked, strict=True)
-    if target is not None
+  return share(shapes) if share else None
+
+
+def dense_leaves(
+  task: Task, cell: Cell, order: list[str], settings: ComparisonSettings
+) -> dict[str, str]:
+  """Return the leaves that a cell's sparsity type leaves dense, and why.
+
+  Args:
+    task: the task.
+    cell: the cell.
+    order: the leaves in the order in which the network uses them.
+    settings: the comparison.
+
+  Returns:
+    Path -> reason.
+  """
+  if not cell.type or cell.algorithm in BASELINES:
+    return {}
+  shapes = jax.eval_shape(task.init, jax.random.key(0))
+  prunable = structure.prunable_shapes(shapes, _targets(task, shapes))
+  kind = spelling.parse_type(cell.type)
+  return structure.dense_leaves(
+    kind, cell.sparsity, prunable, order, settings.all_layers
   )
-  return total, prunable
+
+
+def task_options(settings: ComparisonSettings, options: str) -> dict[str, Any]:
+  """Return the values of the task's own options at a point of the axes."""
+  values = options_at(settings, options)
+  if settings.optimizer:
+    del values["optimizer"]
+  return values
 
 
 def load_data(
@@ -240,14 +285,17 @@ def run_cell(
   """
   began = time.perf_counter()
   task = cell_task(cell, settings)
-  data = load_data(settings.task, settings.data, settings.options)
-  config = updater_config(task, cell, settings)
-  updater = jaxpruner.create_updater_from_config(config)
+  data = load_data(
+    settings.task, settings.data, task_options(settings, cell.options)
+  )
   flops = cost.count_flops(
     forward_fn(task),
     jax.eval_shape(task.init, jax.random.key(0)),
     task.example(data),
   )
+  dense = dense_leaves(task, cell, list(flops.leaves), settings)
+  config = updater_config(task, cell, dense)
+  updater = jaxpruner.create_updater_from_config(config)
   stream = None
   if task.streamed:
     stream = streams.Stream(task, range(settings.seeds))
@@ -277,9 +325,10 @@ def run_cell(
     **_sizes_of(params, masks),
     **_costs_of(flops, done.cost, task, masks, updater),
     seconds=done.spent + time.perf_counter() - began,
+    notes=[f"{name} stays dense: {why}" for name, why in dense.items()],
     batches=f"{done.checksum:08x}" if stream and run.rounds == 1 else "",
   )
-  problem = _problem(record, task, cell, settings)
+  problem = _problem(record, task, cell)
   one = lambda tree: jax.tree.map(lambda x: np.asarray(x[0]), tree)
   arrays = _named("param", one(params)) | _named("mask", one(masks))
   arrays |= _named("state", training.raw_keys(one(state)))
@@ -530,9 +579,7 @@ def _collapsed(masks) -> list[str]:
   ]
 
 
-def _problem(
-  record: Record, task: Task, cell: Cell, settings: ComparisonSettings
-) -> str:
+def _problem(record: Record, task: Task, cell: Cell) -> str:
   """Return the reason to keep the cell out of the table, or ''."""
   values = np.array(record.metrics[task.metric], float)
   if not np.all(np.isfinite(values)):
@@ -544,8 +591,8 @@ def _problem(
   if not record.prunable:
     return "nothing was pruned"
   # Each leaf rounds to whole weights; blocks and channels to whole blocks.
-  cls = jaxpruner.algorithm_class(cell.algorithm)
-  plain = cls.sparsity_type == jaxpruner.Unstructured() and not settings.type
+  cls = jaxpruner.algorithm_class(cell.name)
+  plain = cls.sparsity_type == jaxpruner.Unstructured() and not cell.type
   slack = (1e-4 if plain else 0.01) + record.leaves / record.prunable
   for realised in np.array(record.realised, float):
     if abs(realised - cell.sparsity) > slack:

@@ -22,18 +22,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     help="the task (default: digits): a name of --list, or module:NAME of "
     "your own",
   )
-  add("--algorithms", help="comma-separated, or all (default: the paper's)")
+  add(
+    "--algorithms",
+    help="comma-separated, or all (default: the paper's); options in braces: "
+    "rigl{drop_fraction=0.1}",
+  )
   add("--sparsity", help="fractions removed, such as 0.8,0.9,0.95")
   add("--seeds", type=int, help="number of seeds (default: 3)")
-  add("--type", help="sparsity type: 2:4, 4x4, channel_0 (default: none)")
-  add("--distribution", help="erk or uniform (default: the task's own)")
+  add(
+    "--type",
+    help="sparsity types, such as unstructured,2:4,8x8,channels",
+  )
+  add("--distribution", help="erk, uniform, ... (default: the task's own)")
+  add(
+    "--optimizer", help="adam, adamw, sgd, momentum, ... (default: the task's)"
+  )
+  add(
+    "--all-layers",
+    action="store_true",
+    default=None,
+    help="structured types also prune the first and the output layer",
+  )
   add("--steps", type=int, help="training steps (default: the task's own)")
   add(
     "--set",
     action="append",
     default=[],
     metavar="OPTION=VALUE",
-    help="set another option of the task: width, batch_size, ...",
+    help="set another option of the task: width, batch_size, ...; several "
+    "values, such as width=64,128, are compared",
   )
   add("--out", help="run folder (default: runs/TASK-HASH)")
   add("--jobs", type=int, help="parallel processes (default: one per core)")
@@ -104,6 +121,7 @@ def settings_from(args: argparse.Namespace) -> "ComparisonSettings":
   Raises:
     ValueError: an option, or a value in the file, is invalid.
   """
+  from jaxpruner.compare import cells, spelling
   from jaxpruner.compare import settings as settings_lib
 
   values = settings_lib.read_config(args.config) if args.config else {}
@@ -120,28 +138,45 @@ def settings_from(args: argparse.Namespace) -> "ComparisonSettings":
       f"--config {args.config}: names modules to import; a file imports "
       f"nothing by itself: if you trust them, type {named}"
     )
-  for name in ("task", "type", "distribution", "seeds", "devices", "data"):
+  for name in ("task", "seeds", "devices", "data", "all_layers"):
     if getattr(args, name) is not None:
       values[name] = getattr(args, name)
-  if args.algorithms is not None:
-    values["algorithms"] = tuple(_listed("--algorithms", args.algorithms))
+  for name in ("algorithms", "distribution", "optimizer"):
+    if getattr(args, name) is not None:
+      values[name] = tuple(_listed(f"--{name}", getattr(args, name)))
+  if args.type is not None:
+    values["type"] = tuple(spelling.types_of(args.type))
+  if "algorithms" in values:
+    values["algorithms"] = tuple(map(spelling.canonical, values["algorithms"]))
   if args.imports:
     values["imports"] = tuple(args.imports)
   if args.sparsity is not None:
     values["sparsity"] = _fractions(args.sparsity)
   values["options"] = _options(args, values.get("options", {}))
-  # N:M implies the sparsity, so that --sparsity is not needed.
-  dictated = settings_lib.type_sparsity(values.get("type", ""))
-  if dictated is not None:
-    values.setdefault("sparsity", (dictated,))
+  if "sparsity" not in values:
+    values["sparsity"] = _default_sparsity(values.get("type", ()))
   settings = settings_lib.ComparisonSettings(**values)
   settings_lib.check_names(settings)
+  cells.plan(settings)  # refuses options that an algorithm does not know
   _check_running(args)
   return settings
 
 
+def _default_sparsity(types: "tuple[str, ...]") -> tuple[float, ...]:
+  """Return the default sparsities, with those that N:M types imply."""
+  from jaxpruner.compare import settings as settings_lib
+
+  implied = [settings_lib.type_sparsity(kind) for kind in types]
+  found = {value for value in implied if value is not None}
+  if not types or None in implied:
+    found |= set(settings_lib.ComparisonSettings.sparsity)
+  return tuple(sorted(found))
+
+
 def _listed(option: str, text: str) -> list[str]:
-  found = [part.strip() for part in text.split(",") if part.strip()]
+  from jaxpruner.compare import spelling
+
+  found = spelling.listed(text)
   if not found:
     raise ValueError(
       f"{option} {text!r}: is empty; give names, or leave it out"
@@ -160,38 +195,18 @@ def _fractions(text: str) -> tuple[float, ...]:
 
 def _options(args: argparse.Namespace, given: Any) -> dict[str, Any]:
   """Return values for the task's fields: from the file, --steps, --set."""
+  from jaxpruner.compare import spelling
+
   options = dict(given)
   if args.steps is not None:
     options["steps"] = args.steps
   for item in args.set:
     name, equals, value = item.partition("=")
-    if not name or not equals or not value:
+    found = [spelling.parsed(part) for part in spelling.listed(value)]
+    if not name or not equals or not found:
       raise ValueError(f"--set {item!r}: write OPTION=VALUE")
-    options[name] = parsed(value)
+    options[name] = found[0] if len(found) == 1 else tuple(found)
   return options
-
-
-def parsed(text: str) -> int | float | bool | str:
-  """Return the value that a text spells: a number, true, false, or itself.
-
-  Args:
-    text: what the user typed.
-
-  Returns:
-    The value.
-
-  Example:
-    >>> parsed("3"), parsed("1e-3"), parsed("true"), parsed("adam")
-    (3, 0.001, True, 'adam')
-  """
-  if text.lower() in ("true", "false"):
-    return text.lower() == "true"
-  for kind in (int, float):
-    try:
-      return kind(text)
-    except ValueError:
-      pass
-  return text
 
 
 def _check_running(args: argparse.Namespace) -> None:
@@ -240,12 +255,11 @@ def compare(settings: "ComparisonSettings", out: str, running: Running) -> int:
     page,
     records,
     run_folder,
-    tasks,
     terminal,
   )
 
   wanted = cells.cells_of(settings)
-  task = tasks.make_task(settings.task, settings.options)
+  task = cells.base_task(settings)
   # Raise for missing data now, not in every cell.
   data = task.load(settings.data or None)
   with run_folder.RunFolder(out) as run:

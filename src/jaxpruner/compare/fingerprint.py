@@ -44,13 +44,14 @@ def run_info(
     The fingerprint and further information.
   """
   device = jax.devices()[0].device_kind
-  task = tasks.make_task(settings.task, settings.options)
+  task = cells.base_task(settings)
   now = datetime.datetime.now(datetime.UTC)
   found = _fingerprint.versions(*PACKAGES)
   versions = {name: str(version) for name, version in found.items()}
   if in_process:
     versions["cores"] = str(os.cpu_count())
-  groups = [(c, cells.group(c.algorithm)) for c in cells.cells_of(settings)]
+  plan = cells.plan(settings)
+  entries = [cells.listed(cell, task) for cell in plan.cells]
   hashes = {"sha256": _fingerprint.arrays(data)}
   batch = None
   if task.streamed:
@@ -67,7 +68,14 @@ def run_info(
     data=hashes,
     imports=imports,
     jax={name: str(x) for name, x in _fingerprint.settings().items()},
-    cells=[[c.algorithm, float(c.sparsity), *group] for c, group in groups],
+    cells=[
+      [
+        *entry.cell._replace(sparsity=float(entry.cell.sparsity)),
+        entry.distribution,
+        *entry.group,
+      ]
+      for entry in entries
+    ],
     metric=task.metric,
     unit=task.unit,
     higher_is_better=task.higher_is_better,
@@ -104,7 +112,7 @@ def notes_of(settings: ComparisonSettings) -> list[str]:
     >>> notes_of(ComparisonSettings())
     []
   """
-  found = []
+  found = list(cells.plan(settings).notes)
   if not cells.has_small_dense(settings):
     found.append(
       "The small dense baseline is left out: the task has no rule for a "

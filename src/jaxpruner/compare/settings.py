@@ -11,7 +11,18 @@ from typing import Any
 
 import jaxpruner
 from jaxpruner import _tools
-from jaxpruner.compare import tasks
+from jaxpruner.compare import spelling, tasks
+from jaxpruner.sparsity_distributions.table import DISTRIBUTIONS
+
+# Settings that are lists -> the option that sets them.
+_LISTS = {
+  "algorithms": "algorithms",
+  "sparsity": "sparsity",
+  "type": "type",
+  "distribution": "distribution",
+  "optimizer": "optimizer",
+  "imports": "import",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,9 +36,12 @@ class ComparisonSettings:
       training loop.
     sparsity: fractions of weights removed.
     seeds: the number of seeds; they are 0, 1, ...
-    type: a sparsity type such as "2:4"; "" is unstructured.
-    distribution: "erk" or "uniform"; "" is the task's default.
-    options: values for the task's fields (steps, width, ...).
+    type: sparsity types such as "2:4"; none is unstructured.
+    distribution: names such as "erk"; none is the task's default.
+    options: values for the task's options (steps, width, ...); a list is an
+      axis of the comparison.
+    optimizer: names of optimizers; none is the task's own.
+    all_layers: whether structured types prune the first and the output layer.
     devices: the number of devices for one cell.
     data: a folder to read the task's data from.
     imports: modules named by --import, which register algorithms or tasks.
@@ -43,19 +57,27 @@ class ComparisonSettings:
   algorithms: tuple[str, ...] = ()
   sparsity: tuple[float, ...] = (0.8, 0.95)
   seeds: int = 3
-  type: str = ""
-  distribution: str = ""
+  type: tuple[str, ...] = ()
+  distribution: tuple[str, ...] = ()
   options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  optimizer: tuple[str, ...] = ()
+  all_layers: bool = False
   devices: int = 1
   data: str = ""
   imports: tuple[str, ...] = ()
 
   def __post_init__(self):
-    for name in ("task", "type", "distribution", "data"):
+    for name in ("type", "distribution", "optimizer"):
+      # A single text may stand for a list of one; older runs stored it so.
+      if isinstance(value := getattr(self, name), str):
+        object.__setattr__(self, name, (value,) if value else ())
+    for name in ("task", "data"):
       _check_text(f"--{name}", getattr(self, name))
     for name in ("seeds", "devices"):
       _check_count(f"--{name}", getattr(self, name))
-    for name, option in (("algorithms", "algorithms"), ("imports", "import")):
+    for name, option in _LISTS.items():
+      if option == "sparsity":
+        continue
       _check_tuple(f"--{option}", getattr(self, name))
       for value in getattr(self, name):
         _check_text(f"--{option}", value)
@@ -64,7 +86,10 @@ class ComparisonSettings:
       raise ValueError(
         f"[options] {self.options!r}: must be a table of task fields"
       )
-    type_sparsity(self.type)
+    if not isinstance(self.all_layers, bool):
+      raise ValueError(f"--all-layers {self.all_layers!r}: true or false")
+    for kind in self.type:
+      type_sparsity(kind)
 
   def digest(self) -> str:
     """Return a short hash of these settings, the same in every process."""
@@ -128,7 +153,7 @@ def from_json(values: Any, where: str = "settings") -> ComparisonSettings:
 
 
 def _as_tuple(key: str, value: Any) -> Any:
-  if key not in ("algorithms", "sparsity", "imports"):
+  if key not in _LISTS:
     return value
   return tuple(value) if isinstance(value, list | tuple) else (value,)
 
@@ -186,13 +211,24 @@ def check_names(settings: ComparisonSettings) -> None:
   """
   check_options(settings.task, settings.options)
   known = ("all", *jaxpruner.all_algorithm_names())
-  for name in settings.algorithms:
+  for text in settings.algorithms:
+    name, _ = spelling.algorithm_of(text)
     if name not in known:
       hint = _tools.nearest(name, known)
       raise ValueError(
         f"--algorithms {name!r} is unknown; {hint} (`jaxpruner compare --list` "
         "shows all)"
       )
+  for name in settings.distribution:
+    if name not in DISTRIBUTIONS:
+      hint = _tools.nearest(name, DISTRIBUTIONS)
+      raise ValueError(f"--distribution {name!r} is unknown; {hint}")
+  for name in settings.optimizer:
+    first = {
+      key: value[0] if isinstance(value, list | tuple) else value
+      for key, value in settings.options.items()
+    }
+    tasks.with_optimizer(tasks.make_task(settings.task, first), name)
 
 
 def type_sparsity(name: str) -> float | None:
@@ -210,10 +246,7 @@ def type_sparsity(name: str) -> float | None:
   """
   if not name:
     return None
-  try:
-    kind = jaxpruner.parse_sparsity_type(name)
-  except ValueError as error:
-    raise ValueError(f"--type {name!r}: {error}") from error
+  kind = spelling.parse_type(name)
   sparsity = getattr(kind, "sparsity", None)
   if sparsity is not None and not 0 < sparsity < 1:
     raise ValueError(f"--type {name!r}: N:M keeps N of M, 0 < N < M")
@@ -281,11 +314,14 @@ def check_options(task: str, options: Mapping[str, Any]) -> None:
     if default in (None, inspect.Parameter.empty, dataclasses.MISSING):
       continue
     fits, words = _kind_of(default)
-    if not fits(value):
-      option = "--steps " if key == "steps" else f"--set {key}="
-      raise ValueError(
-        f"{option}{value}: {task}'s {key} must be {words} (default {default})"
-      )
+    for each in value if isinstance(value, list | tuple) else [value]:
+      if not fits(each):
+        option = "--steps " if key == "steps" else f"--set {key}="
+        raise ValueError(
+          f"{option}{each}: {task}'s {key} must be {words} (default {default})"
+        )
+    if isinstance(value, list | tuple) and not value:
+      raise ValueError(f"--set {key}=: is empty; give a value")
 
 
 def _kind_of(default: Any) -> tuple[Any, str]:

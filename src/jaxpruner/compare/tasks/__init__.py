@@ -16,6 +16,7 @@ from jaxpruner import _tools
 from jaxpruner.api import Registry
 from jaxpruner.compare.tasks.base import Classification as Classification
 from jaxpruner.compare.tasks.base import Task as Task
+from jaxpruner.compare.tasks.base import with_optimizer as with_optimizer
 from jaxpruner.compare.tasks.functions import task as task
 
 T = TypeVar("T", bound=type[Task])

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxpruner import _tools
 from jaxpruner.compare import layers
 
 PyTree = Any
@@ -126,13 +127,21 @@ class Task:
     """Return name -> value: the metric, and any further numbers."""
     raise NotImplementedError
 
-  def optimizer(self) -> optax.GradientTransformation:
-    """Return the optimizer that every algorithm wraps."""
+  def schedule(self) -> optax.Schedule:
+    """Return the learning rate: a warm-up of 5 %, then cosine decay."""
     warmup = max(1, self.steps // 20)
-    schedule = optax.warmup_cosine_decay_schedule(
+    return optax.warmup_cosine_decay_schedule(
       0.0, self.learning_rate, warmup, max(self.steps, warmup + 1)
     )
-    return optax.adam(schedule)
+
+  def optimizer(self) -> optax.GradientTransformation:
+    """Return the optimizer that every algorithm wraps."""
+    return optax.adam(self.schedule())
+
+  @property
+  def own_optimizer(self) -> bool:
+    """Whether the task has an optimizer of its own."""
+    return type(self).optimizer is not Task.optimizer
 
   def init_state(self, key: jax.Array) -> PyTree:
     """Return the network's initial state; empty unless `has_state`."""
@@ -201,6 +210,48 @@ class Task:
     """Return (the next state, this step's batch)."""
     del params
     return env_state, self.batches(data, key, step)
+
+
+# What --optimizer names, each with the task's learning-rate schedule.
+OPTIMIZERS: dict[str, Any] = {
+  "adam": optax.adam,
+  "adamw": optax.adamw,
+  "lion": optax.lion,
+  "momentum": lambda rate: optax.sgd(rate, momentum=0.9),
+  "rmsprop": optax.rmsprop,
+  "sgd": optax.sgd,
+}
+
+
+def with_optimizer(task: Task, name: str) -> Task:
+  """Return a task with another optimizer at the same learning rates.
+
+  Args:
+    task: a task without an optimizer of its own.
+    name: a name in `OPTIMIZERS`.
+
+  Returns:
+    The task.
+
+  Raises:
+    ValueError: the name is unknown, or the task has an optimizer of its own.
+
+  Example:
+    >>> with_optimizer(Task(), "sgd").optimizer() is None
+    False
+  """
+  if name not in OPTIMIZERS:
+    hint = _tools.nearest(name, OPTIMIZERS)
+    raise ValueError(f"--optimizer {name!r} is unknown; {hint}")
+  if task.own_optimizer:
+    raise ValueError(
+      f"--optimizer {name!r}: task {task.name!r} has an optimizer of its own; "
+      "make it an option of the task, and use --set"
+    )
+  changed = copy.copy(task)
+  optimizer = lambda: OPTIMIZERS[name](task.schedule())
+  object.__setattr__(changed, "optimizer", optimizer)
+  return changed
 
 
 class Classification(Task):

@@ -229,6 +229,10 @@ class FunctionTask(base.Task):
       )
     return {str(name): float(value) for name, value in found.items()}
 
+  @property
+  def own_optimizer(self) -> bool:
+    return self.functions.optimizer is not None
+
   def optimizer(self) -> optax.GradientTransformation:
     chosen = self.functions.optimizer
     if chosen is None:
