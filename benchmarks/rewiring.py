@@ -3,9 +3,8 @@
     python benchmarks/rewiring.py
 
 Trains the digits perceptron with static, SET and RigL masks, everything equal
-but the optimizer, and prints accuracy and paired differences over seeds. A
-grown weight starts with a fresh second moment, which Adam (b2 = 0.999) answers
-with steps several times the learning rate for tens of steps; SGD does not.
+but the optimizer, and prints accuracy and paired differences over seeds. What
+the differences mean, and what they do not, is in `docs/results/table1.md`.
 """
 
 import argparse

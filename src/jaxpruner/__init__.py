@@ -47,6 +47,15 @@ from jaxpruner.sparsity_types import (
   register_sparsity_type,
 )
 
+# Names that the paper's library had here; `_legacy` says what they are now.
+_OLD_NAMES = (
+  "ALGORITHM_REGISTRY",
+  "NoUpdateSchedule",
+  "OneShotSchedule",
+  "PeriodicSchedule",
+  "PolynomialSchedule",
+  "SparsityType",
+)
 # Imported on first use: `import jaxpruner` stays light.
 _ON_USE = ("plot", "post_training", "sparse", "tickets")
 
@@ -112,4 +121,7 @@ def __getattr__(name: str) -> Any:
     from importlib import metadata
 
     return metadata.version("jaxpruner")
+  if name in _OLD_NAMES:
+    legacy = importlib.import_module("jaxpruner._legacy")
+    return legacy.old_names(__name__, frames=4)(name)
   raise AttributeError(f"module 'jaxpruner' has no attribute {name!r}")

@@ -1,16 +1,19 @@
 """Trees: names of leaves, the prunable ones, patterns, sharding.
 
-`None` (or Optax's `MaskedNode`) in a tree of masks or sparsities means "this
-leaf stays dense". A bare `jax.tree.map` would drop it; the functions here align
-such trees with the parameters instead, and `Prunable` leaves it out.
+`None` in a tree of masks or sparsities means "this leaf stays dense". A state
+holds Optax's `MaskedNode` there, because checkpoints and trainers handle it
+where they refuse `None`. A bare `jax.tree.map` would drop both; the functions
+here align such trees with the parameters instead, and `Prunable` leaves them
+out.
 """
 
 import fnmatch
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from jaxpruner import mask_calculator
@@ -22,6 +25,9 @@ Names: TypeAlias = tuple[str, ...]
 # Wrapper attributes (Flax boxes, NNX variables, named arrays) that only repeat
 # what the path already says.
 _WRAPPERS = frozenset({"value", "raw_value", "data_array"})
+
+# What a state holds where there is nothing: a dense leaf, an unused field.
+ABSENT = optax.MaskedNode()
 
 
 def _key_name(key: Any) -> str:
@@ -50,9 +56,57 @@ def flatten_with_names(tree: PyTree) -> tuple[list[tuple[Names, Any]], Any]:
   return [(path_names(path), leaf) for path, leaf in leaves], treedef
 
 
-def is_dense(node: Any) -> bool:
-  """Tell whether a node of a mask or sparsity tree marks a dense leaf."""
+def is_absent(node: Any) -> bool:
+  """Tell whether a node stands for nothing, as a state or a user writes it."""
   return node is None or isinstance(node, optax.MaskedNode)
+
+
+is_dense = is_absent
+
+
+def show(tree: PyTree) -> PyTree:
+  """Return a tree of a state with `None` where it holds nothing."""
+  clear = lambda node: None if is_absent(node) else node
+  return jax.tree.map(clear, tree, is_leaf=is_absent)
+
+
+def hide(tree: PyTree) -> PyTree:
+  """Return a tree as a state holds it: `ABSENT` in the place of `None`."""
+  clear = lambda node: ABSENT if is_absent(node) else node
+  return jax.tree.map(clear, tree, is_leaf=is_absent)
+
+
+def is_box(node: Any) -> bool:
+  """Tell whether a node is one leaf in a wrapper, such as `nn.Partitioned`."""
+  if node is None or isinstance(node, Mapping | list | tuple | jax.Array):
+    return False
+  inside = jax.tree_util.tree_flatten_with_path(
+    node, is_leaf=lambda child: child is not node
+  )[0]
+  if len(inside) != 1 or len(inside[0][0]) != 1:
+    return False
+  return _key_name(inside[0][0][0]) in _WRAPPERS
+
+
+def fill(tree: PyTree, entries: list[Any]) -> PyTree:
+  """Return a tree like `tree` for a state, of one entry per leaf.
+
+  An entry that is `None` becomes `ABSENT`. An entry that has not the shape of
+  its leaf loses the leaf's box, whose annotations speak of that shape.
+  """
+  nodes, treedef = jax.tree.flatten(tree, is_leaf=is_box)
+  left = iter(entries)
+  filled = []
+  for node in nodes:
+    leaves, inside = jax.tree.flatten(node)
+    own = [next(left) for _ in leaves]
+    if len(own) != 1:
+      filled.append(inside.unflatten(map(hide, own)))
+    elif is_absent(own[0]) or np.shape(own[0]) != np.shape(leaves[0]):
+      filled.append(hide(own[0]))
+    else:
+      filled.append(inside.unflatten(own))
+  return treedef.unflatten(filled)
 
 
 def align(tree: PyTree, other: PyTree, name: str = "masks") -> list[Any]:
@@ -74,7 +128,14 @@ def _align_by_path(tree: PyTree, other: PyTree, name: str) -> list[Any]:
   for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]:
     prefixes = (path[:n] for n in range(len(path), -1, -1))
     found = next((p for p in prefixes if p in table), None)
-    if found is None or (found != path and not is_dense(table[found])):
+    if (
+      found is None
+      or not (
+        is_dense(table[found])
+        # A scalar that stands for a boxed leaf has no box.
+        or all(_key_name(key) in _WRAPPERS for key in path[len(found) :])
+      )
+    ):
       raise ValueError(
         f"{name}: no entry for params leaf {join(path_names(path))!r}; "
         f"{name} must have the structure of params, with None where a leaf "
@@ -82,6 +143,11 @@ def _align_by_path(tree: PyTree, other: PyTree, name: str) -> list[Any]:
       )
     entries.append(table[found])
   return entries
+
+
+def like(tree: PyTree, other: PyTree, name: str) -> PyTree:
+  """Return `other` in the structure of `tree`, `None` where it has nothing."""
+  return jax.tree.structure(tree).unflatten(align(tree, other, name))
 
 
 def map_masks(
@@ -179,11 +245,21 @@ class Prunable(NamedTuple):
     """
     return self.put(trees[0], map(fn, *(self.of(t, "trees") for t in trees)))
 
-  def store(self, masks: Iterable[Any]) -> PyTree:
-    """Return the tree of masks that a state keeps: packed, if they are."""
-    if self.packed:
-      masks = [with_auto_axes(mask_calculator.pack_mask, m) for m in masks]
-    return self.put(None, masks)
+  def store(self, entries: Iterable[Any]) -> PyTree:
+    """Return the tree that a state keeps: masks packed, if they are.
+
+    Args:
+      entries: one per prunable leaf: masks, or other arrays or scalars.
+
+    Returns:
+      A tree of the structure of the parameters; dense leaves are `ABSENT`.
+    """
+    stored: list[Any] = [None] * len(self.among)
+    for place, entry in zip(self.places, entries, strict=True):
+      if self.packed and getattr(entry, "dtype", None) == jnp.uint8:
+        entry = with_auto_axes(mask_calculator.pack_mask, entry)
+      stored[place] = entry
+    return fill(self.params, stored)
 
 
 def unpack(mask: jax.Array, param: jax.Array) -> jax.Array:

@@ -4,13 +4,13 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from jaxpruner import _tools, algorithms, base_updater
+from jaxpruner import _legacy, _tools, algorithms, base_updater
 from jaxpruner._registry import Registry as Registry
 from jaxpruner.config import codec, distribution, schedule
 
 _REGISTRY: Registry[type[base_updater.BaseUpdater]] = Registry(
   "algorithm",
-  "jaxpruner.register_algorithm",
+  "jaxpruner.register_algorithm; jaxpruner.all_algorithm_names() lists all",
   {
     "no_prune": base_updater.NoPruning,
     "magnitude": algorithms.MagnitudePruning,
@@ -321,3 +321,6 @@ def _plain(value: Any) -> Any:
   if hasattr(value, "items"):
     return {key: _plain(entry) for key, entry in value.items()}
   return value
+
+
+__getattr__ = _legacy.old_names(__name__)

@@ -8,7 +8,12 @@ import jax
 import jax.numpy as jnp
 
 from jaxpruner import base_updater, engine, mask_calculator, sparsity_types
-from jaxpruner.algorithms import criteria, redistribution, sparse_trainers
+from jaxpruner.algorithms import (
+  criteria,
+  pruners,
+  redistribution,
+  sparse_trainers,
+)
 
 
 def _category(paper: str, cost: str, *needs: str, **changes: Any):
@@ -26,8 +31,9 @@ class SNFS(sparse_trainers.Rewiring):
 
   Sparse networks from scratch: weights grow where `|E[∂L/∂w]|`, the running
   mean of the gradient, is largest. All leaves drop weights into one budget; a
-  leaf gets a share of it in proportion to the mean |momentum| of its kept
-  weights. The other attributes are those of `Rewiring`.
+  leaf gets a share of it in proportion to the mean |momentum| of the weights
+  that it kept before the update, the dropped ones included. The other
+  attributes are those of `Rewiring`.
 
   Attributes:
     drop_fraction: fraction of the kept weights dropped at the first update.
@@ -216,7 +222,7 @@ class GraNet(sparse_trainers.RigL):
 
   def calculate_scores(self, params, sparse_state=None, grads=None):
     del sparse_state, grads
-    return jax.tree.map(jnp.abs, params)
+    return pruners.magnitude_scores(params)
 
   def sparsities_at(self, view, state, step):
     def lift(sparsity):
@@ -281,7 +287,7 @@ class DSR(sparse_trainers.Rewiring):
     "Mostafa & Wang, 2019", "a sparse step; two selections per mask update"
   )
 
-  changes_stats: ClassVar[bool] = True
+  changes: ClassVar[tuple[str, ...]] = ("stats",)
 
   def init_extra(self, params, masks):
     stats = super().init_extra(params, masks) or {}

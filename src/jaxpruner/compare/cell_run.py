@@ -323,7 +323,7 @@ def run_cell(
     width=task.width,
     metrics=metrics,
     **_sizes_of(params, masks),
-    **_costs_of(flops, done.cost, task, masks, updater),
+    **_costs_of(flops, done.cost, task, masks),
     seconds=done.spent + time.perf_counter() - began,
     notes=[f"{name} stays dense: {why}" for name, why in dense.items()],
     batches=f"{done.checksum:08x}" if stream and run.rounds == 1 else "",
@@ -399,7 +399,7 @@ class _Run:
       count = min(self.length, self.steps - first)
       chunk = chunk_of(self.cell, self.steps, first, count, losses, taken)
       each = costs_of(self.cell).gradients_per_step * _step_cost(
-        self.flops, chunk
+        self.flops, taken
       )
       at = at._replace(
         carry=carry,
@@ -431,11 +431,13 @@ class _Run:
   def _streamed_chunks(
     self, at: _Progress, stream: streams.Stream
   ) -> Iterator[tuple]:
-    carry, begun, parts = at.carry, at.first, []
+    carry, begun = at.carry, at.first
+    parts: list[jax.Array] = []
+    spent = None
     per_block = stream.steps_per_block(self.length)
     # Dispatch is asynchronous: a block trains while the next one is drawn.
     for block in stream.blocks(at.first, self.steps, self.length, at.checksum):
-      carry, losses, _ = self.built.train(
+      carry, losses, more = self.built.train(
         carry,
         self.keys,
         self.data,
@@ -445,12 +447,14 @@ class _Run:
         block.batches,
       )
       parts.append(losses[:, : block.length])
+      spent = more if spent is None else jax.tree.map(jnp.add, spent, more)
       end = block.first + block.length
       if end - begun == self.length or end == self.steps:
         carry, taken = self.built.snapshot(carry)
         losses = jnp.concatenate(parts, 1)
+        taken = training.with_means(taken, spent, end - begun)
         yield carry, begun, losses, taken, block.checksum
-        begun, parts = end, []
+        begun, parts, spent = end, [], None
 
   def _resume(self, checkpoint: Checkpoint | None) -> _Progress:
     batches = self.stream.start() if self.stream else None
@@ -487,60 +491,47 @@ def chunk_of(
     taken: what was measured at its end.
   """
   taken = jax.device_get(taken)
-  named = lambda tree: {
-    cost.path_name(path): float(np.mean(leaf))
-    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
-  }
   return Chunk(
     cell=cell.id,
     start=first,
     count=count,
     steps=steps,
     loss=np.asarray(losses, np.float64)[:, :count].tolist(),
-    density=named(taken.density),
-    stored=named(taken.stored),
+    density=_by_name(taken.density),
+    stored=_by_name(taken.stored),
     churn=np.asarray(taken.churn, np.float64).tolist(),
     explored=np.asarray(taken.explored, np.float64).tolist(),
   )
 
 
-def _step_cost(flops: cost.Flops, chunk: Chunk) -> float:
-  """Return the FLOPs of one gradient on the example batch.
+def _by_name(tree: PyTree) -> dict[str, float]:
+  """Return the mean of each leaf over the seeds."""
+  named, _ = jax.tree_util.tree_flatten_with_path(tree)
+  return {cost.path_name(path): float(np.mean(leaf)) for path, leaf in named}
+
+
+def _step_cost(flops: cost.Flops, taken: training.Snapshot) -> float:
+  """Return the mean FLOPs of a gradient on the example batch, over a chunk.
 
   The forward pass and the gradient with respect to the inputs use the masked
   weights; the gradient with respect to the weights is needed for trained ones.
+  FLOPs are linear in the densities, so that means over steps are exact.
   """
-  return 2 * flops.total(chunk.density) + flops.total(chunk.stored)
+  used, trained = map(_by_name, jax.device_get((taken.used, taken.trained)))
+  return 2 * flops.total(used) + flops.total(trained)
 
 
-def _costs_of(flops, spent, task, masks, updater) -> dict[str, Any]:
+def _costs_of(flops, spent, task, masks) -> dict[str, Any]:
   """Return the fields of a record with the cost of the cell."""
   dense = flops.total()
   density = cost.leaf_densities(masks)
-  updates = _dense_gradients(updater, task.steps)
   return {
     "inference_flops": flops.total(density),
     "inference_flops_dense": dense,
-    "training_flops": spent + updates * (dense - flops.total(density)),
+    "training_flops": spent,
     "training_flops_dense": 3 * dense * task.steps,
     "density": density,
   }
-
-
-def _dense_gradients(updater: Any, steps: int) -> int:
-  """Return the number of steps with a dense gradient in a sparse training.
-
-  RigL and similar algorithms rank removed weights by gradient at mask updates.
-  """
-  category = updater.category
-  sparse = category.start == "sparse-to-sparse" and category.dynamic
-  if not (sparse and "gradients" in updater.needs):
-    return 0
-  if "momentum" in updater.needs:
-    return steps
-  every = np.arange(steps)
-  due = jax.vmap(updater.scheduler.is_mask_update_iter)(jnp.asarray(every))
-  return int(np.sum(np.asarray(due)))
 
 
 def _sizes_of(params, masks) -> dict[str, Any]:

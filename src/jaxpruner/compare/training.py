@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxpruner
+from jaxpruner import report
 from jaxpruner.compare.tasks.base import Task
 
 PyTree = Any
@@ -34,6 +35,8 @@ class Snapshot(NamedTuple):
 
   density: PyTree  # per leaf, weights that the forward pass uses
   stored: PyTree  # per leaf, weights that are trained
+  used: PyTree  # the density, mean over the steps of the chunk
+  trained: PyTree  # weights whose gradient is needed, mean over the steps
   churn: jax.Array  # weights new in the mask / weights kept
   explored: jax.Array  # fraction of weights that were kept so far
 
@@ -42,7 +45,7 @@ class Training(NamedTuple):
   """The compiled functions of a training; seeds are the leading axis."""
 
   start: Callable[..., Carry]
-  train: Callable[..., tuple[Carry, jax.Array, Snapshot | None]]
+  train: Callable[..., tuple[Carry, jax.Array, Any]]
   snapshot: Callable[[Carry], tuple[Carry, Snapshot]]
   final: Callable[[Carry], PyTree]
 
@@ -70,8 +73,9 @@ def build(
     start(keys, data, batches) -> Carry; train(carry, keys, data, first, count,
     length, block) -> (Carry, losses, Snapshot); snapshot(carry) -> (Carry,
     Snapshot); final(carry) -> the parameters to evaluate. Streamed tasks need
-    `batches` (the first of each seed) and `block` (seeds, length, ...); their
-    training takes no snapshot, because a chunk may have several blocks.
+    `batches` (the first of each seed) and `block` (seeds, length, ...). A chunk
+    of them may have several blocks: `train` then returns no snapshot, but the
+    sums over its steps that `with_means` adds to one.
   """
   seed = _Seed(task, updater, _spreader(devices), temperature)
   return _over_seeds(task, seed, data, batch)
@@ -124,23 +128,27 @@ class _Seed:
     first,
     count,
     length,
-  ) -> tuple[Carry, jax.Array, Snapshot | None]:
+  ) -> tuple[Carry, jax.Array, Any]:
     """Run `count` steps from `first` on; return `length` losses."""
 
     def body(i, state):
-      carry, losses = state
+      carry, losses, spent = state
       batch = jax.tree.map(lambda x: x[i], block)
+      # The masks before a step are those of its forward pass.
+      now = self._needed(carry, first + i)
+      spent = jax.tree.map(jnp.add, spent, now)
       carry, loss = self._step(carry, first + i, key, data, batch)
-      return carry, losses.at[i].set(loss)
+      return carry, losses.at[i].set(loss), spent
 
+    spent = jax.tree.map(jnp.zeros_like, self._needed(carry, first))
     # A dynamic bound: the shorter last chunk reuses the compiled program.
-    carry, losses = jax.lax.fori_loop(
-      0, count, body, (carry, jnp.zeros(length))
+    carry, losses, spent = jax.lax.fori_loop(
+      0, count, body, (carry, jnp.zeros(length), spent)
     )
-    if self._task.streamed:
-      return carry, losses, None
+    if self._task.streamed:  # the caller adds up the blocks of a chunk
+      return carry, losses, spent
     carry, taken = self.snapshot(carry)
-    return carry, losses, taken
+    return carry, losses, with_means(taken, spent, count)
 
   def _step(
     self, carry: Carry, t: jax.Array, key: jax.Array, data: PyTree, batch
@@ -187,27 +195,63 @@ class _Seed:
     flat = jax.tree.leaves(masks)
     size = sum(m.size for m in flat)
     seen = jax.tree.map(jnp.maximum, carry.seen, masks)
-    mean = lambda m: m.mean(dtype=jnp.float32)
-    density = jax.tree.map(mean, masks)
-    state = jaxpruner.find_state(carry.opt_state)
-    trained = state.masks if self._updater.holds_zeros else None
-    if self._updater.category.trained is not None:
-      trained = state.stats[self._updater.category.trained]
-    stored = jax.tree.map(jnp.ones_like, density)
-    if trained is not None and size:
-      stored = jax.tree.map(mean, trained)
+    density, stored = self._densities(carry.opt_state, masks)
     churn, explored = jnp.zeros([]), jnp.ones([])
     if size:
       old = jax.tree.leaves(carry.masks)
       grown = _total([new > was for new, was in zip(flat, old, strict=True)])
       churn = grown / jnp.maximum(_total(flat), 1)
       explored = jnp.asarray(_total(jax.tree.leaves(seen))) / size
-    taken = Snapshot(density, stored, churn, explored)
+    taken = Snapshot(density, stored, density, stored, churn, explored)
     return carry._replace(masks=masks, seen=seen), taken
+
+  def _densities(self, opt_state: PyTree, masks: PyTree) -> tuple[Any, Any]:
+    """Return, per leaf, the fractions used in the forward pass and trained."""
+    state = jaxpruner.find_state(opt_state)
+    flat, treedef = jax.tree.flatten(masks)
+    tally = state.tally  # counted at mask updates: no pass over the masks
+    density = treedef.unflatten(
+      [
+        mask.mean(dtype=jnp.float32)
+        if not tally
+        else tally.kept[i].astype(jnp.float32) / mask.size
+        for i, mask in enumerate(flat)
+      ]
+    )
+    stored = jax.tree.map(jnp.ones_like, density)
+    if not self._updater.reselects:
+      stored = density
+    key = self._updater.category.trained
+    if key is not None and flat:
+      mean = lambda m: m.mean(dtype=jnp.float32)
+      stored = jax.tree.map(mean, state.stats[key])
+    return density, stored
+
+  def _needed(self, carry: Carry, t: jax.Array) -> tuple[Any, Any]:
+    """Return the fractions of weights and of gradients that a step needs."""
+    masks = _masks_of(carry.params, carry.opt_state)
+    used, trained = self._densities(carry.opt_state, masks)
+    dense = report.needs_dense_gradient(self._updater, t)
+    return used, jax.tree.map(lambda d: jnp.where(dense, 1, d), trained)
 
   def final(self, carry: Carry) -> PyTree:
     """Return the parameters that are evaluated."""
     return self._updater.pre_forward_update(carry.params, carry.opt_state)
+
+
+def with_means(taken: Snapshot, spent: Any, count: Any) -> Snapshot:
+  """Return a snapshot with the means over the steps of its chunk.
+
+  Args:
+    taken: the snapshot at the end.
+    spent: (used, trained), summed over the steps.
+    count: the number of steps.
+
+  Returns:
+    The snapshot.
+  """
+  used, trained = jax.tree.map(lambda total: total / count, spent)
+  return taken._replace(used=used, trained=trained)
 
 
 def _total(leaves: list[jax.Array]) -> jax.Array | int:

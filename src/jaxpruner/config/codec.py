@@ -66,8 +66,8 @@ def parse_sparsity_type(spec: Any) -> Any:
   if found is None:
     raise ValueError(
       f"sparsity_type={spec!r} is not understood; write '2:4' or 'nm_2,4' for "
-      "N:M, '4x4' or 'block_4,4' for blocks, 'channel_0' for channels, or a "
-      f"registered name: {', '.join(_spec.TYPES)}"
+      "N:M, '4x4' or 'block_4,4' for blocks, 'channel_0' for channels, or the "
+      f"name of a registered one. Sparsity types are: {', '.join(_spec.TYPES)}"
     )
   return found
 

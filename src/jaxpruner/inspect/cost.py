@@ -190,6 +190,38 @@ def count_weights(params: PyTree, masks: PyTree = None) -> int:
   return total - sum(int(m.size - np.count_nonzero(m)) for m in masked)
 
 
+def needs_dense_gradient(updater: Any, step: Any) -> Any:
+  """Return whether a step needs the gradients of removed weights too.
+
+  Algorithms that grow weights by gradient need them at mask updates (RigL,
+  GraNet), or at every step if they keep a running mean of them (SNFS).
+  Algorithms that read gradients of kept weights only (MEST) never do.
+
+  Args:
+    updater: the pruning algorithm.
+    step: the number of the step, may be traced.
+
+  Returns:
+    A bool, or a boolean array if the step is traced.
+
+  Example:
+    >>> import jaxpruner
+    >>> every_ten = jaxpruner.sparsity_schedules.PeriodicSchedule(10)
+    >>> rigl = jaxpruner.RigL(scheduler=every_ten)
+    >>> [bool(needs_dense_gradient(rigl, step)) for step in (9, 10, 11)]
+    [False, True, False]
+    >>> needs_dense_gradient(jaxpruner.MEST(scheduler=every_ten), 10)
+    False
+  """
+  if "momentum" in updater.needs:
+    return True
+  grow = getattr(updater, "grow", None)
+  needs = updater.needs if grow is None else getattr(grow, "needs", ())
+  if not updater.regrows or "gradients" not in needs:
+    return False
+  return updater.scheduler.is_mask_update_iter(step)
+
+
 @dataclasses.dataclass
 class _Count:
   """A visitor that counts FLOPs; a value is the path of its parameter or None.

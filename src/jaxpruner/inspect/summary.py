@@ -244,7 +244,8 @@ def sparsity_table(
   lines = _tools.align_columns(table)
   rule = "─" * max(map(len, lines))
   lines = [lines[0], rule, *lines[1:-2], rule, *lines[-2:]]
-  refused = 0 if skipped is None else int(np.sum(np.asarray(skipped)))
+  absent = _leaves.is_absent(skipped)
+  refused = 0 if absent else int(np.sum(np.asarray(skipped)))
   if refused:
     lines.append(f"{refused} mask updates were skipped: a score was not finite")
   return "\n".join(lines)

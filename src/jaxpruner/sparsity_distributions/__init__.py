@@ -12,6 +12,7 @@ budget                  exact totals, used by all distributions
 table                   the table of names that configuration uses
 """
 
+from jaxpruner import _legacy
 from jaxpruner.sparsity_distributions import allocation
 from jaxpruner.sparsity_distributions.budget import (
   Budget,
@@ -65,3 +66,5 @@ __all__ = [
   "sensitivity",
   "uniform",
 ]
+
+__getattr__ = _legacy.old_names(__name__)
