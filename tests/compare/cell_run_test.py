@@ -208,9 +208,9 @@ def test_a_cell_that_breaks_its_promise_fails(change, reason):
   task = tasks.make_task("digits", helpers.TINY)
   good = helpers.record("magnitude@0.8", [1.0, 1.0], leaves=3)
   chosen = Cell("magnitude", 0.8)
-  assert cell_run._problem(good, task, chosen) == ""
+  assert cell_run.problem_of(good, task, chosen) == ""
   bad = dataclasses.replace(good, **change)
-  assert reason in cell_run._problem(bad, task, chosen)
+  assert reason in cell_run.problem_of(bad, task, chosen)
 
 
 def test_a_pruner_that_misses_its_target_fails_the_cell(monkeypatch):

@@ -7,6 +7,8 @@ tasks/        data, network, loss and metric, one file each; layers: networks
 streams       batches drawn on the host during training, and their checks
 training      the training of one cell, all seeds in one compiled program
 cell_run      train and evaluate one cell, count its cost, check its result
+after_run     prune the dense row's trained weights: rows "after training"
+spelling      texts of the command line; structure: leaves that stay dense
 records       the stored results of a cell: Chunk, Record, Failure
 executors     compute cells in this process or on a Ray cluster
 workers       compute cells in several processes: both ends of the protocol

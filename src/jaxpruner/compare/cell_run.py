@@ -14,11 +14,13 @@ import numpy as np
 import jaxpruner
 from jaxpruner.compare import spelling, streams, structure, tasks, training
 from jaxpruner.compare.cells import (
+  AFTER,
   BASELINES,
   Cell,
   base_task,
   costs_of,
   distribution_of,
+  needs_dense,
   options_at,
 )
 from jaxpruner.compare.records import Chunk, Numbers, Record
@@ -248,6 +250,7 @@ class Outcome(NamedTuple):
 
   record: Record
   arrays: dict[str, np.ndarray]
+  every: dict[str, np.ndarray] | None = None  # all seeds, of a dense cell
 
 
 class Checkpoint(Protocol):
@@ -322,17 +325,31 @@ def run_cell(
     sparsity=cell.sparsity,
     width=task.width,
     metrics=metrics,
-    **_sizes_of(params, masks),
-    **_costs_of(flops, done.cost, task, masks),
+    **sizes_of(params, masks),
+    **costs_of_masks(flops, done.cost, task, masks),
     seconds=done.spent + time.perf_counter() - began,
     notes=[f"{name} stays dense: {why}" for name, why in dense.items()],
     batches=f"{done.checksum:08x}" if stream and run.rounds == 1 else "",
   )
-  problem = _problem(record, task, cell)
+  problem = problem_of(record, task, cell)
+  every = None
+  if cell == cell.dense and needs_dense(settings):
+    raw = training.raw_keys(state)
+    every = _named("param", params) | _named("state", raw)
+  return Outcome(
+    dataclasses.replace(record, problem=problem),
+    first_seed(params, masks, state),
+    every,
+  )
+
+
+def first_seed(
+  params: PyTree, masks: PyTree, state: PyTree
+) -> dict[str, np.ndarray]:
+  """Return the arrays of the first seed by name, as they are stored."""
   one = lambda tree: jax.tree.map(lambda x: np.asarray(x[0]), tree)
   arrays = _named("param", one(params)) | _named("mask", one(masks))
-  arrays |= _named("state", training.raw_keys(one(state)))
-  return Outcome(dataclasses.replace(record, problem=problem), arrays)
+  return arrays | _named("state", training.raw_keys(one(state)))
 
 
 def forward_fn(
@@ -521,7 +538,7 @@ def _step_cost(flops: cost.Flops, taken: training.Snapshot) -> float:
   return 2 * flops.total(used) + flops.total(trained)
 
 
-def _costs_of(flops, spent, task, masks) -> dict[str, Any]:
+def costs_of_masks(flops, spent, task, masks) -> dict[str, Any]:
   """Return the fields of a record with the cost of the cell."""
   dense = flops.total()
   density = cost.leaf_densities(masks)
@@ -534,7 +551,7 @@ def _costs_of(flops, spent, task, masks) -> dict[str, Any]:
   }
 
 
-def _sizes_of(params, masks) -> dict[str, Any]:
+def sizes_of(params, masks) -> dict[str, Any]:
   """Return the fields of a record with the size of the network."""
   one = lambda tree: jax.tree.map(lambda x: np.asarray(x[0]), tree)
   flat = jax.tree.leaves(masks)
@@ -570,7 +587,7 @@ def _collapsed(masks) -> list[str]:
   ]
 
 
-def _problem(record: Record, task: Task, cell: Cell) -> str:
+def problem_of(record: Record, task: Task, cell: Cell) -> str:
   """Return the reason to keep the cell out of the table, or ''."""
   values = np.array(record.metrics[task.metric], float)
   if not np.all(np.isfinite(values)):
@@ -582,8 +599,11 @@ def _problem(record: Record, task: Task, cell: Cell) -> str:
   if not record.prunable:
     return "nothing was pruned"
   # Each leaf rounds to whole weights; blocks and channels to whole blocks.
-  cls = jaxpruner.algorithm_class(cell.name)
-  plain = cls.sparsity_type == jaxpruner.Unstructured() and not cell.type
+  # Solvers such as Wanda's round each output by itself.
+  plain = not cell.type and not cell.name.startswith(AFTER)
+  if plain:
+    cls = jaxpruner.algorithm_class(cell.name)
+    plain = cls.sparsity_type == jaxpruner.Unstructured()
   slack = (1e-4 if plain else 0.01) + record.leaves / record.prunable
   for realised in np.array(record.realised, float):
     if abs(realised - cell.sparsity) > slack:

@@ -14,11 +14,25 @@ from typing import Any, NamedTuple
 import jax
 
 import jaxpruner
+from jaxpruner import _tools
 from jaxpruner.compare import settings as settings_lib
 from jaxpruner.compare import spelling, tasks
 from jaxpruner.compare.settings import ComparisonSettings
 
 BASELINES = ("dense", "small_dense")
+# The prefix of rows that prune the dense row's trained weights.
+AFTER = "after:"
+# Options of such a row: arguments of `post_training.prune`, and the number of
+# batches to calibrate on.
+AFTER_OPTIONS = (
+  "block_size",
+  "calibration",
+  "damping",
+  "refine",
+  "sequential",
+)
+# Distributions that read trained weights or activations.
+TRAINED = ("lamp", "owl")
 # The default of --algorithms: the paper's algorithms, which take a few minutes
 # on two cores.
 DEFAULT = (
@@ -167,7 +181,10 @@ def _structures(
   algorithm: str, sparsity: float, settings: ComparisonSettings, notes: dict
 ) -> list[tuple[str, str]]:
   """Return the (type, distribution) pairs of an algorithm at a sparsity."""
-  cls = jaxpruner.algorithm_class(spelling.algorithm_of(algorithm)[0])
+  name = spelling.algorithm_of(algorithm)[0]
+  is_global = not name.startswith(AFTER) and ranks_globally(
+    jaxpruner.algorithm_class(name)
+  )
   found = []
   for kind in settings.type or ("",):
     kind = "" if kind == "unstructured" else kind
@@ -175,7 +192,7 @@ def _structures(
     if dictated is not None and dictated != sparsity:
       continue
     shares = settings.distribution or ("",)
-    if ranks_globally(cls):
+    if is_global:
       shares = ("",)  # the ranking decides what each leaf gives
     elif dictated is not None:
       shares = ("uniform",) if settings.distribution else ("",)
@@ -194,6 +211,12 @@ def _structures(
 def _problem(algorithm: str, sparsity: float, kind: str, share: str) -> str:
   """Return the reason why a combination cannot be, or ""."""
   name, options = spelling.algorithm_of(algorithm)
+  if name.startswith(AFTER):
+    return _problem_after(options, kind, share)
+  if share in TRAINED:
+    return (
+      f"{share} reads a trained network; use it with {AFTER}wanda and the like"
+    )
   config = {"algorithm": name, "sparsity": sparsity, "total_steps": 1000}
   config |= options
   if share:
@@ -205,6 +228,34 @@ def _problem(algorithm: str, sparsity: float, kind: str, share: str) -> str:
   except (TypeError, ValueError) as error:
     return str(error)
   return ""
+
+
+def _problem_after(options: dict[str, Any], kind: str, share: str) -> str:
+  for key, value in options.items():
+    if key not in AFTER_OPTIONS:
+      return f"no option {key!r}; {_tools.nearest(key, AFTER_OPTIONS)}"
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if key == "calibration" and not (whole and value > 0):
+      return f"calibration={value}: need a whole number of at least one"
+  if share == "lamp" and kind:
+    return "LAMP ranks single weights"
+  return ""
+
+
+def needs_dense(settings: ComparisonSettings) -> bool:
+  """Return whether rows start from the trained dense network.
+
+  Args:
+    settings: the comparison.
+
+  Returns:
+    True if an algorithm prunes after training.
+
+  Example:
+    >>> needs_dense(ComparisonSettings(algorithms=("after:wanda",)))
+    True
+  """
+  return any(name.startswith(AFTER) for name in settings.algorithms)
 
 
 def ranks_globally(cls: Any) -> bool:
@@ -381,9 +432,12 @@ def group(algorithm: str) -> Group:
   """
   if algorithm in BASELINES:
     return Group(0, "Baselines")
+  after = Group(5, "After training: the dense training, then calibration")
+  if algorithm.startswith(AFTER):
+    return after
   category = jaxpruner.algorithm_category(Cell(algorithm, 0.0).name)
   if category.when == "after":
-    return Group(5, "After training")
+    return after
   if category.start == "sparse-to-sparse":
     if category.dynamic:
       return Group(4, "Sparse to sparse, dynamic: sparse cost from the start")
@@ -429,7 +483,9 @@ def distribution_of(cell: Cell, task: tasks.Task) -> str:
   """Return the distribution of a cell: "" for baselines, or "global"."""
   if cell.algorithm in BASELINES:
     return ""
-  if ranks_globally(jaxpruner.algorithm_class(cell.name)):
+  if not cell.name.startswith(AFTER) and ranks_globally(
+    jaxpruner.algorithm_class(cell.name)
+  ):
     return "global"
   # N:M gives every leaf the same sparsity; ERK would contradict it.
   if settings_lib.type_sparsity(cell.type) is not None:
@@ -464,7 +520,7 @@ def costs_of(cell: Cell) -> Costs:
     >>> costs_of(DENSE)
     Costs(gradients_per_step=1, trainings=1, temperature=1.0)
   """
-  if cell.algorithm in BASELINES:
+  if cell.algorithm in BASELINES or cell.name.startswith(AFTER):
     return Costs(1, 1, 1.0)
   category = jaxpruner.algorithm_category(cell.name)
   trainings = category.trainings

@@ -250,6 +250,7 @@ def compare(settings: "ComparisonSettings", out: str, running: Running) -> int:
   """
   from jaxpruner.compare import (
     cells,
+    executors,
     fingerprint,
     latency,
     page,
@@ -280,7 +281,8 @@ def compare(settings: "ComparisonSettings", out: str, running: Running) -> int:
         else:
           bar.finish(event)
 
-      _execute(pending, settings, run.path, emit, running)
+      for group in executors.in_order(pending):
+        _execute(group, settings, run.path, emit, running)
     measured = run_folder.read_latency(out)
     missing = [cell for cell in wanted if cell.id not in measured]
     latency.measure_all(run.path, settings, missing, run.append)
@@ -339,6 +341,7 @@ def print_list() -> None:
   """Print the tasks and the algorithms with their categories."""
   import jaxpruner
   from jaxpruner.compare import cells, tasks
+  from jaxpruner.post_training.solvers.table import SOLVERS
 
   print("tasks")
   for name in tasks.TASKS:
@@ -356,3 +359,6 @@ def print_list() -> None:
     if name not in fitting:
       note = " (needs more than a training loop)"
     print(f"  {name:18} {cells.group(name).title}{note}")
+  for name in SOLVERS:
+    name = f"{cells.AFTER}{name}"
+    print(f"  {name:18} {cells.group(name).title} (with --algorithms)")

@@ -112,7 +112,9 @@ def run(
     task = tasks.task(**rest)
   elif rest:
     raise ValueError(f"unknown arguments {', '.join(sorted(rest))}")
-  name = f"own-{task.name or type(task).__name__}"
+  name = task.name or type(task).__name__
+  if name in tasks.TASKS:
+    name = f"own-{name}"
   with tasks.bound(name, task):
     running = Running(in_process=True, quiet=quiet, table=not quiet)
     return _run(name, chosen, out, running)

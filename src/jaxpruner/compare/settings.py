@@ -12,6 +12,7 @@ from typing import Any
 import jaxpruner
 from jaxpruner import _tools
 from jaxpruner.compare import spelling, tasks
+from jaxpruner.post_training.solvers.table import SOLVERS
 from jaxpruner.sparsity_distributions.table import DISTRIBUTIONS
 
 # Settings that are lists -> the option that sets them.
@@ -211,17 +212,23 @@ def check_names(settings: ComparisonSettings) -> None:
   """
   check_options(settings.task, settings.options)
   known = ("all", *jaxpruner.all_algorithm_names())
+  after = [f"after:{name}" for name in SOLVERS]
   for text in settings.algorithms:
     name, _ = spelling.algorithm_of(text)
-    if name not in known:
+    if name.startswith("after:") and name not in after:
+      raise ValueError(
+        f"--algorithms {name!r} is unknown; {_tools.nearest(name, after)}"
+      )
+    if name not in (*known, *after):
       hint = _tools.nearest(name, known)
       raise ValueError(
         f"--algorithms {name!r} is unknown; {hint} (`jaxpruner compare --list` "
         "shows all)"
       )
+  shares = {*DISTRIBUTIONS, "lamp", "owl"}
   for name in settings.distribution:
-    if name not in DISTRIBUTIONS:
-      hint = _tools.nearest(name, DISTRIBUTIONS)
+    if name not in shares:
+      hint = _tools.nearest(name, shares)
       raise ValueError(f"--distribution {name!r} is unknown; {hint}")
   for name in settings.optimizer:
     first = {

@@ -108,6 +108,14 @@ class Task:
     """Return the inputs that FLOPs and latency are measured with."""
     return data["test_x"][: self.batch_size]
 
+  def inputs(self, batch: PyTree) -> PyTree:
+    """Return what `apply` takes, from a batch; calibration needs it."""
+    del batch
+    raise ValueError(
+      f"task {self.name!r} does not say which part of a batch its network "
+      "takes; define `inputs(batch)`"
+    )
+
   def loss(self, params: PyTree, batch: PyTree, key: jax.Array) -> jax.Array:
     """Return the loss of a batch, a scalar."""
     raise NotImplementedError
@@ -285,6 +293,9 @@ class Classification(Task):
       "x": self.prepare(data["train_x"][rows]),
       "y": data["train_y"][rows],
     }
+
+  def inputs(self, batch: PyTree) -> jax.Array:
+    return batch["x"]
 
   def example(self, data: PyTree) -> jax.Array:
     return self.prepare(data["test_x"][: self.batch_size])

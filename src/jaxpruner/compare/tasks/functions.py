@@ -146,7 +146,9 @@ class FunctionTask(base.Task):
     return {"batch": jax.tree.map(np.asarray, first)}
 
   def example(self, data: PyTree) -> Any:
-    batch = data["batch"]
+    return self.inputs(data["batch"])
+
+  def inputs(self, batch: PyTree) -> Any:
     if self.functions.inputs is not None:
       return self.functions.inputs(batch)
     if isinstance(batch, Mapping):
