@@ -23,6 +23,7 @@ CORE = [
     "_legacy",
     "_on_use",
     "_registry",
+    "_stacks",
     "engine",
     "program",
     "mask_calculator",

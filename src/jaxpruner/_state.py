@@ -276,10 +276,13 @@ def replace_masks(
   """
   if not masks:
     return state
+  # Masks are compared as they are stored; slices of a stack are not stored.
+  stacked = any(view.cuts)
   stored, treedef = jax.tree.flatten(view.store(masks))
-  old = jax.tree.leaves(state.masks)
+  new = masks if stacked else stored
+  old = comparable(view, state.masks)
   kept = []
-  for i, (mask, before) in enumerate(zip(stored, old, strict=True)):
+  for i, (mask, before) in enumerate(zip(new, old, strict=True)):
     (ok,) = engine.row_from([finite], i)
     if shrink:
       ok &= count_ones(mask) <= count_ones(before)
@@ -287,22 +290,29 @@ def replace_masks(
   skipped = state.skipped
   if not _leaves.is_absent(skipped):
     skipped = skipped + (1 - finite.astype(jnp.int32))
-  return state._replace(masks=treedef.unflatten(kept), skipped=skipped)
+  kept = view.store(kept) if stacked else treedef.unflatten(kept)
+  return state._replace(masks=kept, skipped=skipped)
 
 
-def new_tally(leaves: list[Any], masks: list[Any], tracked: bool) -> Tally:
+def comparable(view: _leaves.Prunable, masks: Masks) -> list[Array]:
+  """Return a mask per prunable leaf: as it is stored, or a slice of it."""
+  return view.of(masks) if any(view.cuts) else jax.tree.leaves(masks)
+
+
+def new_tally(view: _leaves.Prunable, masks: Masks, tracked: bool) -> Tally:
   """Return the counts before the first update.
 
   Args:
-    leaves: the prunable leaves.
-    masks: their masks.
+    view: the prunable leaves.
+    masks: their masks, as a state stores them.
     tracked: whether the union of all masks is tracked.
 
   Returns:
     A `Tally`.
   """
-  size = jnp.asarray(np.array([leaf.size for leaf in leaves], np.uint32))
-  kept = jnp.stack([count_ones(mask) for mask in masks])
+  sizes = [math.prod(leaf.shape) for leaf in view.leaves]
+  size = jnp.asarray(np.array(sizes, np.uint32))
+  kept = jnp.stack([count_ones(mask) for mask in comparable(view, masks)])
   # Separate buffers: a donated state must not contain a buffer twice.
   grown, dropped, reset = (jnp.zeros_like(kept) for _ in range(3))
   explored = jnp.copy(kept) if tracked else ABSENT
@@ -310,11 +320,12 @@ def new_tally(leaves: list[Any], masks: list[Any], tracked: bool) -> Tally:
 
 
 def count_changes(
-  old: SparseState, new: SparseState, fresh: bool
+  view: _leaves.Prunable, old: SparseState, new: SparseState, fresh: bool
 ) -> SparseState:
   """Return the new state with its tally updated, if its masks changed.
 
   Args:
+    view: the prunable leaves.
     old: the state before a mask update.
     new: the state after it.
     fresh: whether grown weights get fresh optimizer moments.
@@ -329,7 +340,10 @@ def count_changes(
   if not _leaves.is_absent(new.explored):
     union = jax.tree.map(jnp.bitwise_or, new.explored, new.stored_masks)
     new = new._replace(explored=union)
-  seen = [count_ones(mask) for mask in jax.tree.leaves(new.explored)]
+  seen = []
+  if not _leaves.is_absent(new.explored):
+    seen = [count_ones(mask) for mask in comparable(view, new.explored)]
+  before, after = comparable(view, old.masks), comparable(view, new.masks)
   kept, grown = jnp.stack(list(map(_kept_and_grown, before, after)), 1)
   return new._replace(
     tally=old.tally._replace(

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -117,7 +118,8 @@ def _new_masks(updater, due, state, params, grads, extra) -> SparseState:
     options = accepted(updater.update_state, extra)
     new = updater.update_state(old, params, grads, **options)
     _check_structure(updater, old, new)
-    new = count_changes(old, new.without_none(), updater.regrows)
+    view = updater.view(params)
+    new = count_changes(view, old, new.without_none(), updater.regrows)
     return {name: getattr(new, name) for name in names}
 
   fields = {name: getattr(state, name) for name in names}
@@ -216,6 +218,41 @@ def check_masks(
       )
 
 
+def check_made_by(updater: Any, params: PyTree, state: SparseState) -> None:
+  """Raise if another configuration made a state.
+
+  Its masks must be those of the updater's prunable leaves, which is known while
+  tracing too. Target sparsities are compared outside `jit`, where their values
+  are known.
+  """
+  if updater.category.start == "dense" or is_absent(state.target_sparsities):
+    return
+  view, name = updater.view(params), type(updater).__name__
+  cure = (
+    "the state was made under another configuration: restore it with the "
+    "pruner that made it, or call tx.init(params) with continue_sparse=True "
+    "to go on from its zeros"
+  )
+  for i, mask in enumerate(_leaves.align(params, state.masks)):
+    if (mask is not None) != (i in view.places):
+      raise ValueError(
+        f"params leaf {_leaves.join(view.among[i])!r}: the state "
+        f"{'holds no mask, but' if mask is None else 'holds a mask, but not'} "
+        f"{name} prunes it; {cure}"
+      )
+  stored = view.of(state.target_sparsities, "target_sparsities")
+  for names, wanted, found in zip(
+    view.names, view.targets, stored, strict=True
+  ):
+    known = isinstance(wanted, float) and np.ndim(found) == 0
+    if known and not isinstance(found, jax.core.Tracer):
+      if abs(float(found) - wanted) > 1e-6:
+        raise ValueError(
+          f"params leaf {_leaves.join(names)!r}: the state's target sparsity "
+          f"is {float(found):g}, that of {name} is {wanted:g}; {cure}"
+        )
+
+
 def _checked(updater, grads, state, params) -> SparseState:
   """Return the state, or raise if the arguments of `update` do not fit."""
   if params is None:
@@ -227,6 +264,7 @@ def _checked(updater, grads, state, params) -> SparseState:
   check_masks(
     params, state.masks, updater.use_packed_masks, state.target_sparsities
   )
+  check_made_by(updater, params, state)
   if updater.is_sparse_gradients or "gradients" in updater.needs:
     _leaves.align(params, grads, "grads")  # raises where they differ
   if updater.hides and is_absent(state.hidden) and jax.tree.leaves(state.masks):

@@ -87,6 +87,11 @@ class BaseUpdater:
     master_dtype: the dtype of a copy of the weights that the state keeps and
       the optimizer updates, such as "float32" for bfloat16 params; None keeps
       no copy beyond what the algorithm needs.
+    stacked_axis: which leaves hold a stack of layers, each slice of which has
+      its own target and mask: "auto" finds what `nn.scan`, `nn.vmap` and
+      annotated axes say; an axis such as 0 for all leaves; a mapping from path
+      or glob to axis; a function `(names, param) -> axis or None`; "none" for
+      no leaf. `sparsity_table` shows what was found.
 
   Example:
     >>> import dataclasses, functools, jax, jax.numpy as jnp, jaxpruner
@@ -112,6 +117,7 @@ class BaseUpdater:
   track_exploration: bool = False
   continue_sparse: bool = False
   master_dtype: Any = None
+  stacked_axis: Any = "auto"
 
   category: ClassVar[Category] = Category()
   # "leaf": scores are ranked within their leaf; "global": over all leaves.
@@ -247,7 +253,7 @@ class BaseUpdater:
     """
     view = self.view(params, target_sparsities)
     if self.reselects and "gradients" not in self.needs:
-      scores = view.of(self.calculate_scores(params), "scores")
+      scores = view.of(self._calculate(params), "scores")
       start = SparseState(target_sparsities=target_sparsities, count=0)
       wanted = self.sparsities_at(view, start, 0)
       return view.put(None, self._select(view, scores, wanted).masks)
@@ -498,7 +504,9 @@ class BaseUpdater:
       >>> float(pruner.post_gradient_update(params, state).sum())
       4.0
     """
-    return self.apply_masks(params, find_state(opt_state).masks)
+    state = find_state(opt_state)
+    _transform.check_made_by(self, params, state)
+    return self.apply_masks(params, state.masks)
 
   # --- methods that an algorithm may call ----------------------------------
 
@@ -561,7 +569,7 @@ class BaseUpdater:
       masks = self.get_initial_masks(params, view.put(None, view.targets))
     stats = self.init_extra(params, masks)
     first = _leaves.align(params, masks)
-    masks = view.store([first[i] for i in view.places])
+    masks = view.store(view.split(first))
     wanted = [jnp.asarray(s, jnp.float32) for s in view.targets]
     state = SparseState(
       masks=masks,
@@ -577,7 +585,7 @@ class BaseUpdater:
     return state._replace(
       skipped=jnp.zeros([len(view.names)], jnp.int32),
       explored=jax.tree.map(jnp.copy, masks) if tracked else _leaves.ABSENT,
-      tally=new_tally(view.leaves, jax.tree.leaves(masks), tracked),
+      tally=new_tally(view, masks, tracked),
     )
 
   def instant_sparsify(
@@ -620,11 +628,13 @@ class BaseUpdater:
       )
     view = self.view(params)
     extra = _transform.accepted(self.calculate_scores, extra)
-    scores = self.calculate_scores(params, grads=grads, **extra)
-    _view.check_scores(self, view, scores)
-    masks = self.create_masks(scores, view.put(None, view.targets))
+    masks = None if extra else _view.select_at_once(self, view, grads)
+    if masks is None:
+      scores = self._calculate(params, grads=grads, **extra)
+      _view.check_scores(self, view, scores)
+      masks = self.create_masks(scores, view.put(None, view.targets))
     entries = _leaves.align(params, masks)
-    stored = view.store([entries[i] for i in view.places])
+    stored = view.store(view.split(entries))
     return self.apply_masks(params, masks, is_packed=False), _leaves.show(
       stored
     )
@@ -795,6 +805,23 @@ class BaseUpdater:
     """
     return _view.build(self, params, targets)
 
+  def explain(self, params: PyTree) -> list[str]:
+    """Return, per leaf, why it is pruned or not; `sparsity_table` shows it.
+
+    Args:
+      params: the parameters, or their shapes.
+
+    Returns:
+      One reason per leaf, in the order of the tree.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxpruner
+      >>> pruner = jaxpruner.GlobalMagnitudePruning(sparsity=0.5)
+      >>> pruner.explain({"w": jnp.ones((2, 2)), "b": jnp.ones(2)})
+      ['a vector', 'a weight of 2 dimensions']
+    """
+    return _view.reasons(self, params)
+
   # --- internal methods ----------------------------------------------------
 
   def _distribute(self, params: PyTree) -> Sparsities:
@@ -805,13 +832,19 @@ class BaseUpdater:
       return None
     return self.sparsity_distribution_fn(params)
 
+  def _calculate(self, params: PyTree, **options: Any) -> PyTree:
+    """Return the scores; an error that a PRNG key causes names its path."""
+    try:
+      return self.calculate_scores(params, **options)
+    except TypeError as error:
+      _view.blame_keys(params, error)
+      raise
+
   def _scores(self, view, state, grads, extra) -> list[Any]:
     """Return the scores of the prunable leaves, cheap ones as expressions."""
     extra = _transform.accepted(self.calculate_scores, extra)
     scores = engine.defer(
-      lambda p, s, g: self.calculate_scores(
-        p, sparse_state=s, grads=g, **extra
-      ),
+      lambda p, s, g: self._calculate(p, sparse_state=s, grads=g, **extra),
       view.params,
       state,
       grads,
@@ -827,7 +860,7 @@ class BaseUpdater:
     masks = self.create_masks(shown, view.put(None, sparsities))
     entries = _leaves.align(view.params, masks)
     finite = jnp.stack([engine.all_finite(s) for s in scores])
-    return engine.Selection([entries[i] for i in view.places], finite, hint)
+    return engine.Selection(view.split(entries), finite, hint)
 
   def _choose(self, view, scores, sparsities, hint=None) -> engine.Selection:
     """Return the selection of the highest scores, arrays or expressions."""

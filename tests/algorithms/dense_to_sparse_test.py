@@ -113,6 +113,31 @@ def test_movement_keeps_what_moved_from_zero():
     check_hidden(pruner, history[t + 1], w, mask)
 
 
+@pytest.mark.parametrize("momentum, decay", [(0.0, 0.0), (0.5, 0.0), (0, 0.1)])
+def test_movement_moves_masked_weights_by_momentum_and_decay_only(
+  momentum, decay
+):
+  pruner = jaxpruner.MovementPruning(
+    sparsity_distribution_fn=half, scheduler=RAMP
+  )
+  inner = optax.chain(
+    optax.add_decayed_weights(decay), optax.sgd(RATE, momentum or None)
+  )
+  history = run(pruner, inner)
+  w = flat(WEIGHTS)
+  v = {k: np.zeros_like(x) for k, x in w.items()}
+  mask = {k: np.ones(x.shape) for k, x in w.items()}
+  for t, (params, state) in enumerate(history[1:]):
+    moved = 0.0
+    for k, g in at(GRADS, t).items():
+      v[k] = momentum * v[k] + np.where(mask[k] == 1, g, 0) + decay * w[k]
+      w[k] = w[k] - RATE * v[k]
+      moved += np.abs(np.where(mask[k] == 1, 0, v[k])).sum()
+      mask[k] = np.asarray(state.masks[k]["kernel"])
+    assert (moved > 0) == (t > 0 and momentum + decay > 0)
+    check_params(pruner.dense_params(params, state), w)
+
+
 def test_soft_movement_shares_one_threshold():
   pruner = jaxpruner.SoftMovementPruning(
     sparsity=0.5, scheduler=RAMP, penalty=0.3, score_rate=0.7
@@ -384,3 +409,29 @@ def test_imp_prunes_a_fifth_and_rewinds_weights_and_moments(back):
     check_masks(history[t + 1][1], mask)
     check_params(history[t + 1][0], w)
   assert jaxpruner.algorithm_category("imp").trainings(0.9) == 12
+
+
+@pytest.mark.parametrize("name", ["magnitude", "global_magnitude", "saliency"])
+def test_instant_sparsify_selects_in_one_compiled_function(name):
+  from jaxpruner import _view
+
+  rng = np.random.default_rng(0)
+  draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
+  params = {"a": draw(8, 6), "b": {"kernel": draw(5, 4), "bias": draw(4)}}
+  grads = jax.tree.map(jnp.cos, params)
+  pruner = jaxpruner.create_updater_from_config(
+    {"algorithm": name, "sparsity": 0.6}
+  )
+  view = pruner.view(params)
+  masks = _view.select_at_once(pruner, view, grads)
+  scores = pruner.calculate_scores(params, grads=grads)
+  want = pruner.create_masks(scores, view.put(None, view.targets))
+  jax.tree.map(np.testing.assert_array_equal, masks, want)
+  # The scores are nowhere in the compiled function: no float array is written.
+  text = _view._selected.lower(pruner, params, grads).compile().as_text()
+  entry = text[text.index("ENTRY") :]
+  assert "f32[8,6]{1,0} fusion" not in entry
+  with pytest.raises(ValueError, match="'a' hold 1 NaN"):
+    pruner.instant_sparsify(
+      {**params, "a": params["a"].at[0, 0].set(jnp.nan)}, grads
+    )

@@ -278,7 +278,7 @@ def straight_through(score, choose=each, first=True, decay=0.0):
 
 
 def movement(choose, descend):
-  """Scores follow `−w · ∂L/∂w`; masked weights wait at their values."""
+  """Scores follow `−w · ∂L/∂w`; masked weights get no gradient."""
 
   def run(draws):
     w, mask, sgd, score = start(), ones(), Sgd(0), zeros()
@@ -464,6 +464,29 @@ def shared_out(total, shares):
   return given
 
 
+def signal_rigl(draws):
+  """RigL that grows by |mean g| / rms g of two steps."""
+  mask, sgd = random_mask(draws), Sgd()
+  w, recent = masked(mask, start()), []
+  yield mask, w
+  for t in range(STEPS):
+    g = gradient(t, w)
+    recent.append(g)
+    if t % 3 == 2:
+      ratio = {}
+      for k in SHAPES:
+        column = np.stack([g[k] for g in recent[-2:]])
+        rms = np.sqrt(np.mean(column**2, 0))
+        ratio[k] = np.abs(column.mean(0)) / rms
+      rule = replace(small, lambda *_: ratio, cosine(0.3))  # noqa: B023
+      mask = rule(t, mask, w, g, draws)
+    else:
+      w = sgd.step(w, masked(mask, g))
+    w = masked(mask, w)
+    sgd.forget(mask)
+    yield mask, w
+
+
 def snfs(draws):
   """Grow by momentum; leaves share by its mean before dropping."""
   mask, sgd, mean = random_mask(draws), Sgd(), zeros()
@@ -636,6 +659,12 @@ PAPERS = {
     RAMP,
   ),
   "snfs": (snfs, PERIODIC),
+  "signal_rigl": (
+    signal_rigl,
+    PERIODIC
+    | {"update_freq": 3, "update_start_step": 2}
+    | {"grow": {"name": "signal_to_noise", "window": 2}},
+  ),
   "dsr": (dsr, PERIODIC | {"threshold": 0.4}),
   "deep_r": (
     deep_r,

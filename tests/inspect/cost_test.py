@@ -134,5 +134,11 @@ def test_only_growth_by_gradient_needs_gradients_of_removed_weights():
     due = [t for t in range(100) if make(name).scheduler.is_mask_update_iter(t)]
     assert [t for t in range(100) if needed(name, t)] == due, name
   assert all(needed("snfs", t) for t in range(100))
+  signal = jaxpruner.SignalRigL(
+    grow=jaxpruner.criteria.SignalToNoise(window=3),
+    scheduler=jaxpruner.sparsity_schedules.PeriodicSchedule(10, 10, 20),
+  )
+  near = [t for t in range(30) if report.needs_dense_gradient(signal, t)]
+  assert near == [8, 9, 10, 18, 19, 20]
   for name in ("set", "mest", "dsr", "deep_r", "acdc", "magnitude", "saliency"):
     assert not any(needed(name, t) for t in range(0, 100, 5)), name

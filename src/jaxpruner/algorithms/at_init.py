@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpruner import (
+  _leaves,
   _ranking,
   _view,
   base_updater,
@@ -122,7 +123,7 @@ class PruneAtInit(global_pruners.GlobalPruning):
       return self._select(view, [*map(gone, scores, masks)], wanted).masks
 
     ones = super().get_initial_masks(params, target_sparsities)
-    masks = jax.tree.leaves(ones)
+    masks = view.split(_leaves.align(params, ones))
     if self.rounds == 1:
       return view.put(None, prune(0, masks))
     masks = jax.lax.fori_loop(0, self.rounds, prune, masks)

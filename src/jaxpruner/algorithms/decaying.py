@@ -45,8 +45,9 @@ class DecayingMaskPruning(pruners.MagnitudePruning):
   straight_through: ClassVar[bool] = True
 
   def init_extra(self, params, masks):
-    ones = map(jnp.ones_like, jax.tree.leaves(masks))
-    return {"faint": self.view(params).store(ones)}
+    view = self.view(params)
+    ones = map(jnp.ones_like, view.split(_leaves.align(params, masks)))
+    return {"faint": view.store(ones)}
 
   def fading(self, step: Any) -> jax.Array:
     """Return β, the factor of the weights to be removed.

@@ -64,6 +64,47 @@ class SNFS(sparse_trainers.Rewiring):
 
 
 @dataclasses.dataclass(eq=False)
+class SignalRigL(sparse_trainers.RigL):
+  """Drop the smallest |w|, grow the largest |mean g| / √(mean g²).
+
+  `RigL` for Adam and its kin, `g = ∂L/∂w` over the last `window` steps before a
+  mask update. RigL's |g| ranks weights by how fast SGD would move them; Adam
+  moves a weight by the ratio of the mean of its gradient to its root mean
+  square. The method is our own and on trial: `docs/results/table1.md` has its
+  figures. Set the window by `grow=criteria.SignalToNoise(window=…)`. The other
+  attributes are those of `Rewiring`.
+
+  Attributes:
+    grow: scores of the weights that are not kept; the highest grow.
+
+  Example:
+    >>> import functools, jax.numpy as jnp, jaxpruner
+    >>> pruner = jaxpruner.SignalRigL(
+    ...   scheduler=jaxpruner.sparsity_schedules.PeriodicSchedule(2, 2),
+    ...   drop_fraction=0.5, continue_sparse=True,
+    ...   sparsity_distribution_fn=functools.partial(
+    ...     jaxpruner.sparsity_distributions.uniform, sparsity=0.5))
+    >>> params = jnp.array([[4.0, 3, 0, 0]])
+    >>> state = pruner.init_state(params)
+    >>> for step, noise in ((1, 9.0), (2, -9.0)):
+    ...   grads = jnp.array([[0.0, 0, noise, 1]])
+    ...   state = state._replace(count=step)
+    ...   state = pruner.on_gradients(state, params, grads)
+    >>> pruner.update_state(state, params, grads).masks.tolist()
+    [[1, 0, 0, 1]]
+  """
+
+  grow: Callable[[criteria.Seen], Any] = criteria.SignalToNoise()
+
+  category: ClassVar[base_updater.Category] = _category(
+    "this library, after Evci et al., 2020",
+    "a sparse step; dense gradients and two sums of them in the last 16 steps "
+    "before a mask update; two selections per mask update",
+    "gradients",
+  )
+
+
+@dataclasses.dataclass(eq=False)
 class ITOP(sparse_trainers.RigL):
   """Explore more weights than RigL does, and measure it (Liu et al., 2021).
 

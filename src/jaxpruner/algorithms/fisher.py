@@ -23,10 +23,11 @@ def second_moments(view, inner_state):
   """
   found = optax.tree_utils.tree_get_all_with_path(inner_state, "nu")
   columns = [_leaves.align(view.params, tree, "nu") for _, tree in found]
-  return [
-    next((column[i] for column in columns if column[i] is not None), None)
-    for i in view.places
+  found = [
+    next((entry for entry in entries if entry is not None), None)
+    for entries in zip(*columns, strict=True)
   ]
+  return view.split(found) if found else [None] * len(view.names)
 
 
 @dataclasses.dataclass(eq=False)

@@ -16,8 +16,9 @@ class MovementPruning(base_updater.BaseUpdater):
 
   The score of a weight is `S = -Σ w · ∂L/∂w`, a sum over the steps so far. The
   gradient is that of the masked forward pass and reaches masked weights too.
-  Masked weights keep their values and may return. The method is designed for
-  fine-tuning, where |w| reflects the earlier training.
+  Masked weights may return: their own gradient is set to zero, so plain SGD
+  leaves them as they are; momentum and weight decay still move them. The method
+  is designed for fine-tuning, where |w| reflects the earlier training.
 
   Attributes:
     is_sparse_gradients: whether gradients of pruned weights are set to zero

@@ -50,6 +50,9 @@ def chain(*phases: tuple[int, base_updater.BaseUpdater]) -> "Chain":
     master_dtype=masters[0] if masters else None,
     continue_sparse=first is not None and first.continue_sparse,
     rng_seed=getattr(first, "rng_seed", None),
+    stacked_axis=next(
+      (p.stacked_axis for _, p in phases if not _is_dense(p)), "auto"
+    ),
   )
 
 
@@ -97,6 +100,7 @@ class Chain(base_updater.BaseUpdater):
       phase = dataclasses.replace(
         phase,
         use_packed_masks=self.use_packed_masks,
+        stacked_axis=self.stacked_axis,
         master_dtype=self.master_dtype,
         continue_sparse=waits or phase.continue_sparse,
       )
@@ -215,10 +219,11 @@ class Chain(base_updater.BaseUpdater):
         and phase.category.start == "sparse-to-sparse"
       ):
         masks = phase.get_initial_masks(params, phase.target_sparsities(params))
-        new = new._replace(masks=view.store(jax.tree.leaves(masks)))
+        first = view.split(_leaves.align(params, masks))
+        new = new._replace(masks=view.store(first))
       stats = _leaves.hide(phase.init_extra(params, masks))
       new = new._replace(stats=stats)
-      return count_changes(state, new, self.regrows)
+      return count_changes(view, state, new, self.regrows)
 
     first = state.count == start
     if not isinstance(first, jax.core.Tracer):

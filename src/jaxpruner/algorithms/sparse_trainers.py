@@ -11,6 +11,9 @@ from jaxpruner import _leaves, _legacy, base_updater, engine, sparsity_types
 from jaxpruner._state import refuse_nan
 from jaxpruner.algorithms import criteria, redistribution
 
+# What a part needs -> the names in `state.stats` of what is kept for it.
+_STATISTICS = {"momentum": ("momentum",), "sums": ("sum", "squares")}
+
 
 @dataclasses.dataclass(eq=False)
 class StaticRandomSparse(base_updater.BaseUpdater):
@@ -138,25 +141,43 @@ class Rewiring(_legacy.OldHooks, StaticRandomSparse):
     )
 
   def init_extra(self, params, masks):
-    if "momentum" not in self.needs:
+    kept = [*_STATISTICS["momentum"]] if "momentum" in self.needs else []
+    kept += _STATISTICS["sums"] if "sums" in self.needs else []
+    if not kept:
       return None
     view = self.view(params)
     start = lambda p: _leaves.shard_like(jnp.zeros(p.shape, jnp.float32), p)
-    return {"momentum": view.put(None, map(start, view.leaves))}
+    return {name: view.put(None, map(start, view.leaves)) for name in kept}
 
   def on_gradients(self, state, params, grads):
-    if "momentum" not in self.needs:
+    steps = {}
+    if "momentum" in self.needs:
+      decay = self.momentum_decay
+      steps["momentum"] = lambda mean, g: decay * mean + (1 - decay) * g
+    if "sums" in self.needs:
+      fresh, near = self._window(state.count)
+      add = lambda total, g: jnp.where(fresh, 0, total) + jnp.where(near, g, 0)
+      steps["sum"], steps["squares"] = add, lambda total, g: add(total, g * g)
+    if not steps:
       return state
-    view = self.view(params)
+    view, stats = self.view(params), {**state.stats}
+    grads = [g.astype(jnp.float32) for g in view.of(grads, "grads")]
+    for name, step in steps.items():
+      old = view.of(state.stats[name], name)
+      new = map(step, old, grads)
+      # Non-finite gradients of one batch must not stay in the statistics.
+      keep = lambda new, old: jnp.where(jnp.isfinite(new), new, old)
+      stats[name] = view.put(None, map(keep, new, old))
+    return state._replace(stats=stats)
 
-    def step(mean, grad):
-      new = self.momentum_decay * mean + (1 - self.momentum_decay) * grad
-      # Non-finite gradients of one batch must not stay in the mean.
-      return jnp.where(jnp.isfinite(new), new, mean).astype(mean.dtype)
-
-    old = view.of(state.stats["momentum"], "momentum")
-    momentum = view.put(None, map(step, old, view.of(grads, "grads")))
-    return state._replace(stats={**state.stats, "momentum": momentum})
+  def _window(self, step):
+    """Return whether sums start anew at a step, and whether they count it."""
+    parts = (self.drop, self.grow, self.redistribute)
+    length = max(getattr(part, "window", 1) for part in parts)
+    due = self.scheduler.is_mask_update_iter
+    fresh = jnp.asarray(due(step - 1)) | (step == 0)
+    near = jnp.stack([jnp.asarray(due(step + k)) for k in range(length)])
+    return fresh, jnp.any(near)
 
   def drop_fraction_at(self, step: Any) -> Any:
     """Return the fraction of kept weights to replace at a step.
@@ -187,11 +208,13 @@ class Rewiring(_legacy.OldHooks, StaticRandomSparse):
     Returns:
       A `Seen`.
     """
+    stats = sparse_state.stats or {}
     return criteria.Seen(
       params,
       grads,
-      (sparse_state.stats or {}).get("momentum"),
+      stats.get("momentum"),
       lambda: self.random_scores(params, sparse_state, sparse_state.count + 1),
+      (stats["sum"], stats["squares"]) if "sum" in stats else None,
     )
 
   def drop_scores(self, params, sparse_state, grads):

@@ -9,16 +9,15 @@ weights, for all of them. Evaluation and export see the sparse model.
 import dataclasses
 from typing import Any, ClassVar
 
-import jax
 import jax.numpy as jnp
 
 from jaxpruner import _view, base_updater, engine
 from jaxpruner.algorithms import pruners
 
 
-def _first_hint(masks: Any) -> dict[str, Any] | None:
+def _first_hint(view: Any) -> dict[str, Any] | None:
   """Return the hint for thresholds that change little from step to step."""
-  number = len(jax.tree.leaves(masks))
+  number = len(view.names)
   return {"hint": engine.new_hint(number)} if number else None
 
 
@@ -58,7 +57,7 @@ class SteMagnitudePruning(pruners.MagnitudePruning):
   )
 
   def init_extra(self, params, masks):
-    return _first_hint(masks)
+    return _first_hint(self.view(params))
 
 
 @dataclasses.dataclass(eq=False)
@@ -164,4 +163,4 @@ class SteRandomPruning(pruners.RandomPruning):
   )
 
   def init_extra(self, params, masks):
-    return _first_hint(masks)
+    return _first_hint(self.view(params))

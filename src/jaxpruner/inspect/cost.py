@@ -8,7 +8,9 @@ stored per parameter: one trace gives the cost of any mask.
 
 import collections
 import dataclasses
+import functools
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -194,7 +196,8 @@ def needs_dense_gradient(updater: Any, step: Any) -> Any:
   """Return whether a step needs the gradients of removed weights too.
 
   Algorithms that grow weights by gradient need them at mask updates (RigL,
-  GraNet), or at every step if they keep a running mean of them (SNFS).
+  GraNet), in the steps that lead to one (`SignalRigL`), or at every step if
+  they keep a running mean of them (SNFS).
   Algorithms that read gradients of kept weights only (MEST) never do.
 
   Args:
@@ -219,7 +222,9 @@ def needs_dense_gradient(updater: Any, step: Any) -> Any:
   needs = updater.needs if grow is None else getattr(grow, "needs", ())
   if not updater.regrows or "gradients" not in needs:
     return False
-  return updater.scheduler.is_mask_update_iter(step)
+  due = updater.scheduler.is_mask_update_iter
+  near = [due(step + k) for k in range(getattr(grow, "window", 1))]
+  return functools.reduce(operator.or_, near)
 
 
 @dataclasses.dataclass

@@ -106,10 +106,16 @@ def _is_near_collapse(tally: Tally) -> Any:
 
 
 def _leaf_names(state: SparseState) -> list[str]:
-  return [
-    _leaves.join(names)
-    for names, _ in _leaves.flatten_with_names(state.masks)[0]
-  ]
+  """Return the path of every prunable leaf, and layer of a stacked leaf."""
+  masks = _leaves.flatten_with_names(state.masks)[0]
+  targets = jax.tree.leaves(state.target_sparsities)
+  names: list[str] = []
+  for (path, _), target in zip(masks, targets, strict=True):
+    name = _leaves.join(path)
+    # A stacked leaf has a target for each of its layers.
+    layers = [f"{name}[{i}]" for i in range(np.size(target))]
+    names += layers if np.ndim(target) else [name]
+  return names
 
 
 def _share(part: Any, whole: Any) -> Any:
