@@ -55,7 +55,7 @@ def measure(name: str, algorithm: str, seeds: int, repeats: int) -> dict:
   cell = Cell(algorithm, 0.9)
   task = cell_run.cell_task(cell, settings)
   data = cell_run.load_data(name, "")
-  config = cell_run.updater_config(task, cell, settings)
+  config = cell_run.updater_config(task, cell)
   updater = jaxpruner.create_updater_from_config(config)
   keys = jax.vmap(jax.random.key)(jnp.arange(seeds))
   built, bare = training.build(task, updater, data), bare_program(task, updater)

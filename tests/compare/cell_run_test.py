@@ -19,7 +19,7 @@ def parts(algorithm, seeds=2):
   settings = helpers.settings(seeds=seeds)
   chosen = Cell(algorithm, 0.8)
   task = cell_run.cell_task(chosen, settings)
-  config = cell_run.updater_config(task, chosen, settings)
+  config = cell_run.updater_config(task, chosen)
   updater = jaxpruner.create_updater_from_config(config)
   data = cell_run.load_data("digits", "")
   built = training.build(
@@ -178,7 +178,7 @@ def test_training_flops_are_those_of_every_single_step(name):
   settings = helpers.settings()
   found = cell_run.run_cell(Cell(name, 0.8), settings).record
   task, built, keys, data = parts(name)
-  config = cell_run.updater_config(task, Cell(name, 0.8), settings)
+  config = cell_run.updater_config(task, Cell(name, 0.8))
   schedule = jaxpruner.create_updater_from_config(config).scheduler
   flops = jaxpruner.report.count_flops(
     task.apply,
@@ -207,10 +207,10 @@ def test_training_flops_are_those_of_every_single_step(name):
 def test_a_cell_that_breaks_its_promise_fails(change, reason):
   task = tasks.make_task("digits", helpers.TINY)
   good = helpers.record("magnitude@0.8", [1.0, 1.0], leaves=3)
-  chosen, settings = Cell("magnitude", 0.8), helpers.settings()
-  assert cell_run._problem(good, task, chosen, settings) == ""
+  chosen = Cell("magnitude", 0.8)
+  assert cell_run.problem_of(good, task, chosen) == ""
   bad = dataclasses.replace(good, **change)
-  assert reason in cell_run._problem(bad, task, chosen, settings)
+  assert reason in cell_run.problem_of(bad, task, chosen)
 
 
 def test_a_pruner_that_misses_its_target_fails_the_cell(monkeypatch):
@@ -252,7 +252,7 @@ def test_a_restored_training_ends_in_the_same_bits():
   for chunk in chunks[:5]:
     carry, *_ = built.train(carry, keys, data, chunk.start, chunk.count, length)
   first = chunks[5].start
-  saved = training.arrays_of(carry, [first, 1.0, cost])
+  saved = training.arrays_of(carry, [first, 1.0, cost, 0])
   later = []
   kept = Kept(saved)
   resumed = cell_run.run_cell(chosen, settings, later.append, kept)
@@ -265,10 +265,15 @@ def test_a_restored_training_ends_in_the_same_bits():
 
 def test_two_to_four_sparsity_is_exact():
   settings = helpers.settings(type="2:4", sparsity=(0.5,), seeds=1)
-  outcome = cell_run.run_cell(Cell("static_sparse", 0.5), settings)
+  outcome = cell_run.run_cell(Cell("static_sparse", 0.5, "2:4"), settings)
   assert outcome.record.problem == ""
-  mask = outcome.arrays["mask:layer_0/kernel"]
-  assert (mask.reshape(16, 4, -1).sum(1) == 2).all()
+  mask = outcome.arrays["mask:layer_1/kernel"]
+  assert (mask.reshape(2, 4, -1).sum(1) == 2).all()
+  assert outcome.record.notes == [
+    "layer_0/kernel stays dense: the first layer",
+    "layer_2/kernel stays dense: the output layer",
+  ]
+  assert "mask:layer_0/kernel" not in outcome.arrays
 
 
 def test_devices_share_a_batch_and_agree_with_one():
@@ -285,15 +290,15 @@ def test_devices_share_a_batch_and_agree_with_one():
 @pytest.mark.parametrize(
   "change, reason",
   [
-    ({"progress": np.array([99.0, 1, 1])}, "step 99 of 24"),
-    ({"progress": np.array([np.nan, 1, 1])}, "three numbers"),
+    ({"progress": np.array([99.0, 1, 1, 0])}, "step 99 of 24"),
+    ({"progress": np.array([np.nan, 1, 1, 0])}, "four numbers"),
     ({"leaf:0": np.zeros(3)}, "need float32"),
     ({"more": np.zeros(3)}, "arrays"),
   ],
 )
 def test_a_readable_but_wrong_checkpoint_is_set_aside(change, reason):
   _, built, keys, data = parts("magnitude")
-  saved = training.arrays_of(built.start(keys, data), [2, 1.0, 1.0])
+  saved = training.arrays_of(built.start(keys, data), [2, 1.0, 1.0, 0])
   kept = Kept(saved | change)
   chosen, later = Cell("magnitude", 0.8), []
   found = cell_run.run_cell(chosen, helpers.settings(), later.append, kept)

@@ -3,7 +3,6 @@
 import json
 import os
 import random
-import signal
 import subprocess
 import time
 
@@ -22,22 +21,6 @@ def finished(path) -> int:
   return len(read_lines(path / "results.jsonl"))
 
 
-def kill_at(path, seconds: float, *extra: str) -> None:
-  """Start the command and kill it, workers included, after some seconds."""
-  process = subprocess.Popen(
-    helpers.command(path, *extra),
-    env=helpers.environment(),
-    stdout=subprocess.DEVNULL,
-    stderr=subprocess.DEVNULL,
-    start_new_session=True,
-  )
-  try:
-    process.wait(timeout=seconds)
-  except subprocess.TimeoutExpired:
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("kills, jobs", [(50, 1), (6, 2)])
 def test_a_run_killed_at_random_gives_the_same_table(tmp_path, kills, jobs):
@@ -49,7 +32,7 @@ def test_a_run_killed_at_random_gives_the_same_table(tmp_path, kills, jobs):
   rng = random.Random(0)
   for i in range(kills):
     path = tmp_path / f"killed-{i}"
-    kill_at(path, rng.uniform(0, duration), f"--jobs={jobs}")
+    helpers.kill_at(path, rng.uniform(0, duration), f"--jobs={jobs}")
     before = finished(path)
     result = helpers.run(path, f"--jobs={jobs}")
     assert result.returncode == 0, result.stderr

@@ -179,8 +179,8 @@ def test_columns_of_low_priority_give_way_first():
   names = lambda width: [
     c.name for c in columns.fitting(columns.COLUMNS, lambda _: 10, width)
   ]
-  assert names(120) == [c.name for c in columns.COLUMNS]
-  assert set(names(120)) - set(names(110)) == {"95 % interval"}
+  assert names(150) == [c.name for c in columns.COLUMNS]
+  assert set(names(150)) - set(names(140)) == {"95 % interval"}
   assert names(0) == ["algorithm", "metric", "vs dense", "sparsity"]
 
 
@@ -191,7 +191,10 @@ def test_reading_a_run_imports_nothing_that_it_names(
   (tmp_path / "planted.py").write_text("raise SystemExit('imported')")
   monkeypatch.syspath_prepend(str(tmp_path))
   settings = helpers.settings(imports=("planted",), algorithms=("theirs",))
-  cells = [["dense", 0.0, 0, "Baselines"], ["theirs", 0.8, 1, "Theirs"]]
+  cells = [
+    ["dense", 0.0, "", "", "", "", 0, "Baselines"],
+    ["theirs", 0.8, "", "", "", "erk", 1, "Theirs"],
+  ]
   with RunFolder(out) as run:
     run.open_run(helpers.run_info(settings=settings.to_json(), cells=cells))
     run.append(helpers.record("dense", [90.0, 92.0]))

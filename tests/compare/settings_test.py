@@ -48,7 +48,7 @@ def test_a_newly_registered_algorithm_is_enrolled(monkeypatch):
 )
 def test_nonsense_is_refused_with_a_cure(change, reason):
   with pytest.raises(ValueError, match=reason):
-    settings_lib.check_algorithms(ComparisonSettings(**change))
+    settings_lib.check_names(ComparisonSettings(**change))
 
 
 def test_settings_survive_json():
@@ -154,7 +154,7 @@ def test_one_value_stands_for_a_list_of_one(tmp_path):
     (["--set", "steps=-3"], "--steps -3"),
     (["--set", "width=2.5"], "--set width=2.5"),
     (["--set", "learning_rate=nan"], "--set learning_rate=nan"),
-    (["--set", "width=x"], "write FIELD=NUMBER"),
+    (["--set", "width=x"], "must be a whole number"),
     (["--sparsity", "0.8,x"], "write fractions"),
     (["--sparsity", ""], "write fractions"),
     (["--algorithms", ","], "is empty"),

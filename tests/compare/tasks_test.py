@@ -66,12 +66,17 @@ def test_a_task_trains_and_evaluates_abstractly(name):
     loss, grads = task.gradient(task.loss, params, batch, key)
     return loss, params, grads, task.evaluate(params, data)
 
+  draw = lambda data: task.batches(data, jax.random.key(0), jnp.int32(3))
   key = jax.eval_shape(lambda: jax.random.key(0))
   loss, params, grads, metrics = jax.eval_shape(everything, DATA[name], key)
   assert loss.shape == ()
   assert jax.tree.map(jnp.shape, grads) == jax.tree.map(jnp.shape, params)
   assert metrics[task.metric].shape == ()
   inputs = jax.eval_shape(task.example, DATA[name])
+  if not name.startswith("dqn"):  # calibration on training batches
+    found = jax.eval_shape(lambda data: task.inputs(draw(data)), DATA[name])
+    draw_shapes = lambda tree: jax.tree.map(lambda x: x.shape[1:], tree)
+    assert draw_shapes(found) == draw_shapes(inputs)
   flops = report.count_flops(task.apply, params, inputs)
   kernels = {
     report.path_name(path)

@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 
@@ -78,8 +79,7 @@ def run_info(**changes) -> RunInfo:
     "settings": chosen.to_json(),
     "versions": {"jax": "1"},
     "cells": [
-      [c.algorithm, c.sparsity, *cells.group(c.algorithm)]
-      for c in cells.cells_of(chosen)
+      [*c, "erk", *cells.group(c.algorithm)] for c in cells.cells_of(chosen)
     ],
     "metric": "accuracy",
     "format": FORMAT,
@@ -117,6 +117,22 @@ def run(out: pathlib.Path, *extra: str) -> subprocess.CompletedProcess:
     text=True,
     timeout=600,
   )
+
+
+def kill_at(path, seconds: float, *extra: str) -> None:
+  """Start the command and kill it, workers included, after some seconds."""
+  process = subprocess.Popen(
+    command(path, *extra),
+    env=environment(),
+    stdout=subprocess.DEVNULL,
+    stderr=subprocess.DEVNULL,
+    start_new_session=True,
+  )
+  try:
+    process.wait(timeout=seconds)
+  except subprocess.TimeoutExpired:
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def untimed(out: pathlib.Path) -> str:

@@ -1,10 +1,14 @@
 """`jaxpruner compare`: fair comparisons of pruning algorithms.
 
 settings      the settings of a comparison, checked before anything starts
+modules       import what the user typed, never what a file names
 cells         settings -> cells (an algorithm at a sparsity), and their groups
 tasks/        data, network, loss and metric, one file each; layers: networks
+streams       batches drawn on the host during training, and their checks
 training      the training of one cell, all seeds in one compiled program
 cell_run      train and evaluate one cell, count its cost, check its result
+after_run     prune the dense row's trained weights: rows "after training"
+spelling      texts of the command line; structure: leaves that stay dense
 records       the stored results of a cell: Chunk, Record, Failure
 executors     compute cells in this process or on a Ray cluster
 workers       compute cells in several processes: both ends of the protocol
@@ -14,6 +18,7 @@ fingerprint   everything that determines a run's numbers
 statistics, table, columns, exports   from records to numbers, rows and text
 metric_picture, pictures, page, terminal, latency   pictures, report, times
 command, report_command   the two subcommands
+from_python   `jaxpruner.compare.run`
 """
 
 from typing import Any
@@ -21,8 +26,12 @@ from typing import Any
 
 def __getattr__(name: str) -> Any:
   # Imported on use: the command line sets up devices before JAX starts.
-  if name in ("Classification", "Task", "register_task"):
+  if name in ("Classification", "Task", "register_task", "task"):
     from jaxpruner.compare import tasks
 
     return getattr(tasks, name)
+  if name in ("Comparison", "RunFolderError", "run"):
+    from jaxpruner.compare import from_python
+
+    return getattr(from_python, name)
   raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

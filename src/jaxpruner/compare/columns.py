@@ -62,10 +62,19 @@ def _sparsity(row: TableRow) -> str:
   return f"{100 * row.realised:.2f} %{lost}" if row.realised else NOTHING
 
 
+# The axes: shown where they have several values.
+STRUCTURE = Column("structure", lambda row: printable(row.structure), 12)
+DISTRIBUTION = Column(
+  "distribution", lambda row: printable(row.distribution), 9
+)
+OPTIONS = Column("options", lambda row: printable(row.options), 11)
 METRIC = Column("metric", _metric, ALWAYS)  # shown under the metric's own name
 COLUMNS = (
   Column("algorithm", lambda row: printable(row.algorithm), ALWAYS),
   METRIC,
+  STRUCTURE,
+  DISTRIBUTION,
+  OPTIONS,
   Column("95 % interval", _interval, 1),
   Column("vs dense", _against_dense, ALWAYS),
   Column("sparsity", _sparsity, ALWAYS),
@@ -114,20 +123,22 @@ def cells_as_text(
     The texts. A failed row has its name and the reason, and empty cells.
   """
   if row.metric is None:
-    failed = [printable(row.algorithm), f"failed: {printable(row.problem)}"]
+    failed = [printable(row.curve), f"failed: {printable(row.problem)}"]
     return [*failed, *[""] * (len(shown) - 2)]
   return [column.text(row) for column in shown]
 
 
 def used(table: Sequence[TableRow]) -> list[Column]:
-  """Return the columns in which at least one row is not empty."""
+  """Return the columns that say something: not empty, an axis not constant."""
   rows = [row for row in table if row.metric is not None]
-  return [
-    column
-    for column in COLUMNS
-    if column in COLUMNS[:2]
-    or any(column.text(row) not in ("", NOTHING) for row in rows)
-  ]
+
+  def says(column: Column) -> bool:
+    texts = {column.text(row) for row in rows} - {"", NOTHING}
+    axis = column in (STRUCTURE, DISTRIBUTION, OPTIONS)
+    # A global ranking beside a distribution is not an axis.
+    return len(texts - {"global"}) > 1 if axis else bool(texts)
+
+  return [c for c in COLUMNS if c in COLUMNS[:2] or says(c)]
 
 
 def fitting(

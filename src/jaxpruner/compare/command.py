@@ -1,12 +1,11 @@
 """`jaxpruner compare`: run a comparison, print its table, write its report."""
 
 import argparse
-import dataclasses
 import importlib.util
 import os
 import pathlib
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:  # imported on use: JAX must not start before its devices
   from jaxpruner.compare.cells import Cell
@@ -18,19 +17,40 @@ if TYPE_CHECKING:  # imported on use: JAX must not start before its devices
 def add_arguments(parser: argparse.ArgumentParser) -> None:
   """Declare the options; defaults are those of the task or the settings."""
   add = parser.add_argument
-  add("--task", help="the task (default: digits); see --list")
-  add("--algorithms", help="comma-separated, or all (default: the paper's)")
+  add(
+    "--task",
+    help="the task (default: digits): a name of --list, or module:NAME of "
+    "your own",
+  )
+  add(
+    "--algorithms",
+    help="comma-separated, or all (default: the paper's); options in braces: "
+    "rigl{drop_fraction=0.1}",
+  )
   add("--sparsity", help="fractions removed, such as 0.8,0.9,0.95")
   add("--seeds", type=int, help="number of seeds (default: 3)")
-  add("--type", help="sparsity type: 2:4, 4x4, channel_0 (default: none)")
-  add("--distribution", help="erk or uniform (default: the task's own)")
+  add(
+    "--type",
+    help="sparsity types, such as unstructured,2:4,8x8,channels",
+  )
+  add("--distribution", help="erk, uniform, ... (default: the task's own)")
+  add(
+    "--optimizer", help="adam, adamw, sgd, momentum, ... (default: the task's)"
+  )
+  add(
+    "--all-layers",
+    action="store_true",
+    default=None,
+    help="structured types also prune the first and the output layer",
+  )
   add("--steps", type=int, help="training steps (default: the task's own)")
   add(
     "--set",
     action="append",
     default=[],
-    metavar="FIELD=VALUE",
-    help="override another field of the task: width, batch_size, ...",
+    metavar="OPTION=VALUE",
+    help="set another option of the task: width, batch_size, ...; several "
+    "values, such as width=64,128, are compared",
   )
   add("--out", help="run folder (default: runs/TASK-HASH)")
   add("--jobs", type=int, help="parallel processes (default: one per core)")
@@ -65,17 +85,22 @@ def run(args: argparse.Namespace) -> int:
       )
       return 2
   from jaxpruner import datasets
+  from jaxpruner.compare import modules
   from jaxpruner.compare import settings as settings_lib
   from jaxpruner.compare.files import RunFolderError
 
   try:
-    settings_lib.import_modules(args.imports or ())
+    modules.import_modules(args.imports or ())
+    modules.import_task(args.task or "")
     if args.list:
       print_list()
       return 0
     settings = settings_from(args)
-    out = f"runs/{settings.task}-{settings.digest()}"
-    return compare(settings, out if args.out is None else args.out, args)
+    out = (
+      settings_lib.default_folder(settings) if args.out is None else args.out
+    )
+    running = Running(args.jobs, args.executor, args.ray_address, args.quiet)
+    return compare(settings, out, running)
   except (ValueError, RunFolderError, datasets.DataError) as error:
     print(f"jaxpruner compare: {error}", file=sys.stderr)
     return 1
@@ -96,9 +121,16 @@ def settings_from(args: argparse.Namespace) -> "ComparisonSettings":
   Raises:
     ValueError: an option, or a value in the file, is invalid.
   """
+  from jaxpruner.compare import cells, spelling
   from jaxpruner.compare import settings as settings_lib
 
   values = settings_lib.read_config(args.config) if args.config else {}
+  named = values.get("task", "")
+  if ":" in named and named != args.task:
+    raise ValueError(
+      f"--config {args.config}: names the task {named!r}; a file imports "
+      f"nothing by itself: if you trust that module, type --task {named}"
+    )
   untyped = set(values.get("imports", ())) - set(args.imports or ())
   if untyped:
     named = " ".join(f"--import {name}" for name in sorted(untyped))
@@ -106,28 +138,45 @@ def settings_from(args: argparse.Namespace) -> "ComparisonSettings":
       f"--config {args.config}: names modules to import; a file imports "
       f"nothing by itself: if you trust them, type {named}"
     )
-  for name in ("task", "type", "distribution", "seeds", "devices", "data"):
+  for name in ("task", "seeds", "devices", "data", "all_layers"):
     if getattr(args, name) is not None:
       values[name] = getattr(args, name)
-  if args.algorithms is not None:
-    values["algorithms"] = tuple(_listed("--algorithms", args.algorithms))
+  for name in ("algorithms", "distribution", "optimizer"):
+    if getattr(args, name) is not None:
+      values[name] = tuple(_listed(f"--{name}", getattr(args, name)))
+  if args.type is not None:
+    values["type"] = tuple(spelling.types_of(args.type))
+  if "algorithms" in values:
+    values["algorithms"] = tuple(map(spelling.canonical, values["algorithms"]))
   if args.imports:
     values["imports"] = tuple(args.imports)
   if args.sparsity is not None:
     values["sparsity"] = _fractions(args.sparsity)
   values["options"] = _options(args, values.get("options", {}))
-  # N:M implies the sparsity, so that --sparsity is not needed.
-  dictated = settings_lib.type_sparsity(values.get("type", ""))
-  if dictated is not None:
-    values.setdefault("sparsity", (dictated,))
+  if "sparsity" not in values:
+    values["sparsity"] = _default_sparsity(values.get("type", ()))
   settings = settings_lib.ComparisonSettings(**values)
-  settings_lib.check_algorithms(settings)
+  settings_lib.check_names(settings)
+  cells.plan(settings)  # refuses options that an algorithm does not know
   _check_running(args)
   return settings
 
 
+def _default_sparsity(types: "tuple[str, ...]") -> tuple[float, ...]:
+  """Return the default sparsities, with those that N:M types imply."""
+  from jaxpruner.compare import settings as settings_lib
+
+  implied = [settings_lib.type_sparsity(kind) for kind in types]
+  found = {value for value in implied if value is not None}
+  if not types or None in implied:
+    found |= set(settings_lib.ComparisonSettings.sparsity)
+  return tuple(sorted(found))
+
+
 def _listed(option: str, text: str) -> list[str]:
-  found = [part.strip() for part in text.split(",") if part.strip()]
+  from jaxpruner.compare import spelling
+
+  found = spelling.listed(text)
   if not found:
     raise ValueError(
       f"{option} {text!r}: is empty; give names, or leave it out"
@@ -146,18 +195,17 @@ def _fractions(text: str) -> tuple[float, ...]:
 
 def _options(args: argparse.Namespace, given: Any) -> dict[str, Any]:
   """Return values for the task's fields: from the file, --steps, --set."""
+  from jaxpruner.compare import spelling
+
   options = dict(given)
   if args.steps is not None:
     options["steps"] = args.steps
   for item in args.set:
-    name, _, value = item.partition("=")
-    try:
-      options[name] = int(value)
-    except ValueError:
-      try:
-        options[name] = float(value)
-      except ValueError as error:
-        raise ValueError(f"--set {item!r}: write FIELD=NUMBER") from error
+    name, equals, value = item.partition("=")
+    found = [spelling.parsed(part) for part in spelling.listed(value)]
+    if not name or not equals or not found:
+      raise ValueError(f"--set {item!r}: write OPTION=VALUE")
+    options[name] = found[0] if len(found) == 1 else tuple(found)
   return options
 
 
@@ -169,40 +217,61 @@ def _check_running(args: argparse.Namespace) -> None:
     raise ValueError("--out '': is empty; give a folder, or leave it out")
 
 
-def compare(
-  settings: "ComparisonSettings", out: str, args: argparse.Namespace
-) -> int:
+class Running(NamedTuple):
+  """The options that do not change the numbers.
+
+  Attributes:
+    jobs: the number of worker processes; None is one per core.
+    executor: "local" or "ray".
+    ray_address: the address of a running cluster.
+    quiet: whether to show no progress bar.
+    in_process: whether cells run one after another in this process.
+    table: whether to print the table at the end.
+  """
+
+  jobs: int | None = None
+  executor: str = "local"
+  ray_address: str | None = None
+  quiet: bool = False
+  in_process: bool = False
+  table: bool = True
+
+
+def compare(settings: "ComparisonSettings", out: str, running: Running) -> int:
   """Compute the unfinished cells of a run, then write its report.
 
   Args:
     settings: the comparison.
     out: the run folder.
-    args: the options that do not change the numbers.
+    running: the options that do not change the numbers.
 
   Returns:
     0, or 1 if a cell failed.
   """
   from jaxpruner.compare import (
     cells,
+    executors,
     fingerprint,
     latency,
     page,
     records,
     run_folder,
-    tasks,
     terminal,
   )
 
   wanted = cells.cells_of(settings)
-  task = tasks.make_task(settings.task, settings.options)
+  task = cells.base_task(settings)
   # Raise for missing data now, not in every cell.
   data = task.load(settings.data or None)
   with run_folder.RunFolder(out) as run:
-    run.open_run(fingerprint.run_info(settings, data))
+    info = fingerprint.run_info(settings, data, running.in_process)
+    run.open_run(info)
     del data
+    for note in () if running.quiet else info.notes:
+      print(note, file=sys.stderr)
     pending = _pending(run_folder.read_results(out), wanted)
     done = len(wanted) - len(pending)
-    bar = terminal.Progress(len(wanted), done, task.metric, args.quiet)
+    bar = terminal.Progress(len(wanted), done, task.metric, running.quiet)
     with bar:
 
       def emit(event: "Event") -> None:
@@ -212,13 +281,15 @@ def compare(
         else:
           bar.finish(event)
 
-      _execute(pending, settings, run.path, emit, args)
+      for group in executors.in_order(pending):
+        _execute(group, settings, run.path, emit, running)
     measured = run_folder.read_latency(out)
     missing = [cell for cell in wanted if cell.id not in measured]
     latency.measure_all(run.path, settings, missing, run.append)
     rows = page.write_report([out], out)
-  terminal.print_table(rows)
-  print(f"report: {pathlib.Path(out) / 'report.html'}")
+  if running.table:
+    terminal.print_table(rows)
+    print(f"report: {pathlib.Path(out) / 'report.html'}")
   return int(any(row.problem for row in rows))
 
 
@@ -237,16 +308,18 @@ def _execute(
   settings: "ComparisonSettings",
   path: pathlib.Path,
   emit: "Emit",
-  args: argparse.Namespace,
+  running: Running,
 ) -> None:
   """Compute the cells with the executor that the options choose."""
   import jax
 
   from jaxpruner.compare import executors, workers
 
-  jobs = args.jobs if args.jobs is not None else _default_jobs()
-  if args.executor == "ray":
-    executors.ray_cluster(pending, settings, path, emit, args.ray_address)
+  jobs = running.jobs if running.jobs is not None else _default_jobs()
+  if running.in_process:
+    executors.serial(pending, settings, path, emit)
+  elif running.executor == "ray":
+    executors.ray_cluster(pending, settings, path, emit, running.ray_address)
   elif jobs == 1 and jax.default_backend() != "cpu":
     # Only one process can use the accelerator: this one.
     executors.serial(pending, settings, path, emit)
@@ -268,14 +341,14 @@ def print_list() -> None:
   """Print the tasks and the algorithms with their categories."""
   import jaxpruner
   from jaxpruner.compare import cells, tasks
+  from jaxpruner.post_training.solvers.table import SOLVERS
 
   print("tasks")
   for name in tasks.TASKS:
-    cls = tasks.task_class(name)
-    options = ", ".join(
-      f"{field.name}={field.default}" for field in dataclasses.fields(cls)
-    )
-    summary = (cls.__doc__ or "").strip().splitlines()[0]
+    known = tasks.task_options(name).items()
+    options = ", ".join(f"{key}={default}" for key, default in known)
+    lines = (tasks.task_class(name).__doc__ or "").strip().splitlines()
+    summary = lines[0] if lines else ""
     print(f"  {name:14} {summary}\n{'':17}{options}")
   print("\nalgorithms")
   fitting, default = cells.fitting_algorithms(), cells.default_algorithms()
@@ -286,3 +359,6 @@ def print_list() -> None:
     if name not in fitting:
       note = " (needs more than a training loop)"
     print(f"  {name:18} {cells.group(name).title}{note}")
+  for name in SOLVERS:
+    name = f"{cells.AFTER}{name}"
+    print(f"  {name:18} {cells.group(name).title} (with --algorithms)")

@@ -7,13 +7,14 @@ all executors give the same records.
 
 import os
 import pathlib
+import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from jaxpruner.compare import cell_run, files, settings
-from jaxpruner.compare.cells import Cell
+from jaxpruner.compare import after_run, cell_run, files, modules, settings
+from jaxpruner.compare.cells import AFTER, Cell
 from jaxpruner.compare.files import RunFolderError
 from jaxpruner.compare.records import (
   Event,
@@ -106,7 +107,13 @@ def compute(
   """
   checkpoint = CheckpointFile(path, cell)
   try:
-    outcome = cell_run.run_cell(cell, settings, emit, checkpoint)
+    if cell.name.startswith(AFTER):
+      if not every_file(path, cell.dense).exists():
+        raise ValueError("the dense row has no trained weights: it failed")
+      trained = files.unpack_arrays(every_file(path, cell.dense))
+      outcome = after_run.run_after(cell, settings, trained)
+    else:
+      outcome = cell_run.run_cell(cell, settings, emit, checkpoint)
   except (RunFolderError, KeyboardInterrupt):
     raise
   except Exception as error:
@@ -116,8 +123,34 @@ def compute(
     return
   packed = files.pack_arrays(outcome.arrays)
   files.write_atomic(path / "weights" / f"{cell.id}.npz", packed)
+  if outcome.every is not None:
+    packed = files.pack_arrays(outcome.every)
+    files.write_atomic(every_file(path, cell), packed)
   emit(outcome.record)
   checkpoint.delete()
+
+
+def every_file(path: pathlib.Path, cell: Cell) -> pathlib.Path:
+  """Return the file with the weights of all seeds of a dense cell."""
+  return path / "weights" / f"{cell.id}.all.npz"
+
+
+def in_order(pending: Sequence[Cell]) -> list[list[Cell]]:
+  """Return the cells in groups; each needs the results of those before it.
+
+  Args:
+    pending: the cells to compute.
+
+  Returns:
+    The cells that train, then those that prune trained networks.
+
+  Example:
+    >>> in_order([Cell("after:wanda", 0.5), Cell("dense", 0.0)])[0][0].id
+    'dense'
+  """
+  after = [cell for cell in pending if cell.name.startswith(AFTER)]
+  first = [cell for cell in pending if cell not in after]
+  return [group for group in (first, after) if group]
 
 
 def failure(cell: Cell, error: Exception) -> Failure:
@@ -198,7 +231,10 @@ def ray_cluster(
   while waiting or running:
     while waiting and len(running) < limit:
       cell = waiting.pop()
-      running[task.remote(tuple(cell), payload)] = cell
+      trained = None
+      if cell.name.startswith(AFTER) and every_file(path, cell.dense).exists():
+        trained = every_file(path, cell.dense).read_bytes()
+      running[task.remote(tuple(cell), payload, trained)] = cell
     ready, _ = ray.wait(list(running), num_returns=1)
     store_remote(running.pop(ready[0]), ray.get(ready[0]), path, emit)
 
@@ -210,11 +246,12 @@ def store_remote(
 
   Args:
     cell: the cell that the node was given; it names the file.
-    result: (events as JSON, bytes of the weights or None).
+    result: (events as JSON, bytes of the weights or None, and bytes of the
+      weights of all seeds if there are any).
     path: the run folder.
     emit: receives the events.
   """
-  sent, packed = result
+  sent, packed, *every = result
   try:
     events = [event_from_json(event, f"Ray, {cell.id}") for event in sent]
   except SchemaError as error:
@@ -223,20 +260,39 @@ def store_remote(
     check_sender(event, cell, "a Ray node")
   if packed is not None:
     files.write_atomic(path / "weights" / f"{cell.id}.npz", packed)
+  if every and every[0] is not None:
+    files.write_atomic(every_file(path, cell), every[0])
   for event in events:
     emit(event)
 
 
-def _remote(cell: tuple, payload: dict) -> tuple[list[dict], bytes | None]:
+def _remote(
+  cell: tuple, payload: dict, trained: bytes | None
+) -> tuple[list[dict], bytes | None, bytes | None]:
   """Compute one cell on a node; a module-level function, as Ray requires."""
-  settings.import_modules(payload.get("imports", ()))
+  # The modules that the user typed; the head node sent their names.
+  modules.import_modules(payload.get("imports", ()))
+  modules.import_task(payload.get("task", ""))
   chosen = settings.from_json(payload)
   events: list[dict] = []
   emit = lambda event: events.append(event_to_json(event))
   try:
-    outcome = cell_run.run_cell(Cell(*cell), chosen, emit)
+    outcome = _computed(Cell(*cell), chosen, emit, trained)
   except Exception as error:
     emit(failure(Cell(*cell), error))
-    return events, None
+    return events, None, None
   emit(outcome.record)
-  return events, files.pack_arrays(outcome.arrays)
+  every = outcome.every
+  packed = files.pack_arrays(every) if every is not None else None
+  return events, files.pack_arrays(outcome.arrays), packed
+
+
+def _computed(cell: Cell, chosen: ComparisonSettings, emit, trained):
+  if not cell.name.startswith(AFTER):
+    return cell_run.run_cell(cell, chosen, emit)
+  if trained is None:
+    raise ValueError("the dense row has no trained weights")
+  with tempfile.TemporaryDirectory() as folder:
+    file = pathlib.Path(folder) / "dense.npz"
+    file.write_bytes(trained)
+    return after_run.run_after(cell, chosen, files.unpack_arrays(file))

@@ -11,9 +11,10 @@ from jaxpruner.compare import columns
 from jaxpruner.compare.table import TableRow, flat
 
 HEADER: Sequence[str] = (
-  "task sparsity group algorithm metric mean std low high difference "
-  "difference_low difference_high realised training_flops inference_flops "
-  "bytes weights noise_accuracy ece latency seconds collapsed problem"
+  "task sparsity group algorithm structure distribution options metric mean "
+  "std low high difference difference_low difference_high realised "
+  "training_flops inference_flops bytes weights noise_accuracy ece latency "
+  "seconds collapsed notes problem"
 ).split()
 
 

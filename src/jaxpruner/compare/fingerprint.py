@@ -1,7 +1,9 @@
 """The fingerprint: everything that determines the numbers of a run.
 
 A run folder with another fingerprint is not continued, because its table would
-mix two runs. Not included: the imports of the modules named by --import.
+mix two runs. A task of the user's is known by the source of its module, by the
+traced program of its first step, and, if its batches are streamed, by the first
+of them: other modules that it imports count as far as they change these.
 """
 
 import dataclasses
@@ -17,46 +19,163 @@ import sys
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxpruner import _fingerprint
-from jaxpruner.compare import cells, tasks
+from jaxpruner.compare import cells, streams, tasks
 from jaxpruner.compare.run_folder import FORMAT, RunInfo
 from jaxpruner.compare.settings import ComparisonSettings
 
 PACKAGES = ("jaxpruner", "jax", "jaxlib", "optax", "numpy")
 
 
-def run_info(settings: ComparisonSettings, data: Any) -> RunInfo:
+def run_info(
+  settings: ComparisonSettings, data: Any, in_process: bool = False
+) -> RunInfo:
   """Return the content of run.json for this run.
 
   Args:
     settings: the comparison.
     data: the result of the task's `load`.
+    in_process: whether cells use all threads of this process: the order in
+      which XLA sums then depends on their number.
 
   Returns:
     The fingerprint and further information.
   """
   device = jax.devices()[0].device_kind
-  task = tasks.make_task(settings.task, settings.options)
+  task = cells.base_task(settings)
   now = datetime.datetime.now(datetime.UTC)
   found = _fingerprint.versions(*PACKAGES)
   versions = {name: str(version) for name, version in found.items()}
-  groups = [(c, cells.group(c.algorithm)) for c in cells.cells_of(settings)]
+  if in_process:
+    versions["cores"] = str(os.cpu_count())
+  plan = cells.plan(settings)
+  entries = [cells.listed(cell, task) for cell in plan.cells]
+  hashes = {"sha256": _fingerprint.arrays(data)}
+  batch = None
+  if task.streamed:
+    first = streams.check(task)
+    batch = first[0]
+    hashes["first batches"] = _fingerprint.arrays(first)
+  imports = {name: hash_module(name) for name in settings.imports}
+  if not _is_ours(task):
+    imports |= _own_task(settings.task, task, data, batch)
   return RunInfo(
     settings=settings.to_json(),
     versions=versions | {"python": platform.python_version(), "device": device},
-    task=dataclasses.asdict(task),
-    data={"sha256": _fingerprint.arrays(data)},
-    imports={name: hash_module(name) for name in settings.imports},
+    task=fields_of(task),
+    data=hashes,
+    imports=imports,
     jax={name: str(x) for name, x in _fingerprint.settings().items()},
-    cells=[[c.algorithm, float(c.sparsity), *group] for c, group in groups],
+    cells=[
+      [
+        *entry.cell._replace(sparsity=float(entry.cell.sparsity)),
+        entry.distribution,
+        *entry.group,
+      ]
+      for entry in entries
+    ],
     metric=task.metric,
+    unit=task.unit,
+    higher_is_better=task.higher_is_better,
+    notes=notes_of(settings),
     device=f"{device}, {os.cpu_count()} cores, {platform.machine()}",
     commit=_commit(),
     command=shlex.join(["jaxpruner", *sys.argv[1:]]),
     started=now.isoformat(timespec="seconds"),
     format=FORMAT,
   )
+
+
+def fields_of(task: tasks.Task) -> dict[str, Any]:
+  """Return the numbers and texts among a task's fields."""
+  plain = (int, float, str, bool, type(None))
+  found = {f.name: getattr(task, f.name) for f in dataclasses.fields(task)}
+  return {
+    name: value if isinstance(value, plain) else _fingerprint.describe(value)
+    for name, value in found.items()
+    if name != "functions"
+  }
+
+
+def notes_of(settings: ComparisonSettings) -> list[str]:
+  """Return what a reader of the table must know.
+
+  Args:
+    settings: the comparison.
+
+  Returns:
+    Sentences; none for a plain comparison.
+
+  Example:
+    >>> notes_of(ComparisonSettings())
+    []
+  """
+  found = list(cells.plan(settings).notes)
+  if not cells.has_small_dense(settings):
+    found.append(
+      "The small dense baseline is left out: the task has no rule for a "
+      "narrower network (`narrower`, or an `init` that uses `width`)."
+    )
+  return found
+
+
+def _is_ours(task: tasks.Task) -> bool:
+  return hasattr(task, "functions") is False and type(
+    task
+  ).__module__.startswith("jaxpruner.")
+
+
+def _own_task(
+  name: str, task: tasks.Task, data: Any, batch: Any
+) -> dict[str, str]:
+  """Return hashes of the source and of the first step of a user's task."""
+  module, colon, _ = name.partition(":")
+  hashes = {name: hash_module(module)} if colon else {}
+  if functions := getattr(task, "functions", None):
+    parts = (functions.batches, functions.evaluate, functions.test)
+    hashes["functions"] = _fingerprint.text(
+      " ".join(_fingerprint.source(part) for part in parts if part is not None)
+    )
+  elif not colon:
+    hashes[name] = hash_module(type(task).__module__)
+  task.example(data)  # raises if it does not know the network's inputs
+  try:
+    hashes["program"] = _program(task, data, batch)
+  except ValueError:
+    raise
+  except Exception as error:
+    line = (str(error).strip().splitlines() or [""])[0]
+    raise ValueError(
+      f"task {name!r}: its first step cannot be traced: "
+      f"{type(error).__name__}: {line}"
+    ) from error
+  return hashes
+
+
+def _program(task: tasks.Task, data: Any, batch: Any) -> str:
+  """Return the hash of a task's first step, traced."""
+
+  def step(key, data, batch):
+    params, state = task.init(key), task.init_state(key)
+    if not task.streamed:
+      env_state = task.start(params, data, key)
+      _, batch = task.interact(env_state, params, data, key, jnp.array(0))
+    loss_fn = lambda p: task.loss_and_state(p, state, batch, key)
+    if task.has_state:
+      loss, grads = jax.value_and_grad(loss_fn, has_aux=True)(params)
+    else:
+      plain = lambda p, batch, key: task.loss(p, batch, key)
+      loss, grads = task.gradient(plain, params, batch, key)
+    tx = task.optimizer()
+    return loss, tx.update(grads, tx.init(params), params)[0]
+
+  shapes = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), data
+  )
+  key = jax.eval_shape(lambda: jax.random.key(0))
+  return _fingerprint.function(step, key, shapes, batch)
 
 
 def hash_module(name: str) -> str:

@@ -14,8 +14,8 @@ import jax
 import numpy as np
 
 import jaxpruner
-from jaxpruner.compare import cell_run, files
-from jaxpruner.compare.cells import DENSE, Cell
+from jaxpruner.compare import cell_run, files, tasks, training
+from jaxpruner.compare.cells import Cell
 from jaxpruner.compare.records import Latency
 from jaxpruner.compare.settings import ComparisonSettings
 from jaxpruner.inspect import cost
@@ -35,20 +35,20 @@ def measure_all(
     pending: the cells.
     emit: receives each measurement.
   """
-  dense_file = path / "weights" / f"{DENSE.id}.npz"
-  if not dense_file.exists():
-    return
-  dense = _runner(DENSE, settings, dense_file)
-  for cell in pending:
-    file = path / "weights" / f"{cell.id}.npz"
-    if not file.exists():
+  file_of = lambda cell: path / "weights" / f"{cell.id}.npz"
+  for reference in dict.fromkeys(cell.dense for cell in pending):
+    if not file_of(reference).exists():
       continue
-    if cell == DENSE:
-      emit(Latency(cell.id, 1.0, "dense"))
-      continue
-    runner = _runner(cell, settings, file)
-    ratio, seconds = ratio_of(runner.call, dense.call)
-    emit(Latency(cell.id, ratio, runner.path, seconds))
+    dense = _runner(reference, settings, file_of(reference))
+    for cell in pending:
+      if cell.dense != reference or not file_of(cell).exists():
+        continue
+      if cell == reference:
+        emit(Latency(cell.id, 1.0, "dense"))
+        continue
+      runner = _runner(cell, settings, file_of(cell))
+      ratio, seconds = ratio_of(runner.call, dense.call)
+      emit(Latency(cell.id, ratio, runner.path, seconds))
 
 
 class _Runner(NamedTuple):
@@ -58,17 +58,28 @@ class _Runner(NamedTuple):
 
 def _runner(cell, settings, file) -> _Runner:
   task = cell_run.cell_task(cell, settings)
-  data = cell_run.load_data(settings.task, settings.data)
+  options = cell_run.task_options(settings, cell.options)
+  data = cell_run.load_data(settings.task, settings.data, options)
   inputs = task.example(data)
   arrays = files.unpack_arrays(file)
   shapes = jax.eval_shape(task.init, jax.random.key(0))
   params = _fill(shapes, arrays, "param")
   masks = _fill(shapes, arrays, "mask")
-  fast = _accelerated(task.apply, params, masks, inputs)
+  apply = cell_run.forward_fn(task, _state(task, arrays))
+  fast = _accelerated(apply, params, masks, inputs)
   if fast is not None:
     return _Runner(lambda: fast(inputs), "accelerate")
-  compiled = jax.jit(task.apply)
+  compiled = jax.jit(apply)
   return _Runner(lambda: compiled(params, inputs), "masked dense")
+
+
+def _state(task: tasks.Task, arrays: dict[str, np.ndarray]) -> Any:
+  """Return the trained state of the network, such as batch statistics."""
+  if not task.has_state:
+    return None
+  initial = jax.jit(task.init_state)(jax.random.key(0))
+  stored = _fill(initial, arrays, "state")
+  return jax.tree.map(training.restored_leaf, initial, stored)
 
 
 def _fill(shapes: Any, arrays: dict[str, np.ndarray], prefix: str) -> Any:
@@ -87,7 +98,10 @@ def _accelerated(apply, params, masks, inputs) -> Callable | None:
     accelerate = jaxpruner.sparse.accelerate
   except (AttributeError, ImportError):
     return None
-  fast, _ = accelerate(apply, params, inputs, masks=masks)
+  try:
+    fast, _ = accelerate(apply, params, inputs, masks=masks)
+  except (TypeError, ValueError, NotImplementedError):
+    return None  # a network that it cannot rewrite runs as a masked dense one
   return fast
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import matplotlib.pyplot as plt
 
 from jaxpruner import plot
-from jaxpruner.compare import cells, tasks
+from jaxpruner.compare import cells
 from jaxpruner.compare.columns import percent
 from jaxpruner.compare.table import TableRow
 
@@ -16,9 +16,9 @@ CROWD = 8  # curves in one panel that can still be told apart
 
 
 def algorithms(table: Sequence[TableRow]) -> list[str]:
-  """Return the algorithms in some rows, in order, without baselines."""
-  names = dict.fromkeys(row.algorithm for row in table)
-  return [name for name in names if name not in cells.BASELINES]
+  """Return the curves in some rows, in order, without baselines."""
+  pruned = [row for row in table if row.algorithm not in cells.BASELINES]
+  return list(dict.fromkeys(row.curve for row in pruned))
 
 
 def draw_metric(table: Sequence[TableRow]) -> Any:
@@ -54,7 +54,7 @@ def draw_metric(table: Sequence[TableRow]) -> Any:
 
 
 def _metric_label(table: Sequence[TableRow]) -> str:
-  unit = _task(table[0].task).unit
+  unit = table[0].unit
   name = table[0].metric_name
   return plot.plain(f"{name} ({unit})" if unit else name)
 
@@ -70,7 +70,7 @@ class _Line(NamedTuple):
 def _draw_list(table: Sequence[TableRow], members: dict[str, list[str]]) -> Any:
   """One line per algorithm, best of its category first at the top sparsity."""
   levels = sorted({row.sparsity for row in table if row.sparsity})
-  found = {(r.algorithm, r.sparsity): r for r in table}
+  found = {(r.curve, r.sparsity): r for r in table}
   lines = _lines(table, members, levels[-1])
   figure, axes = plt.subplots(
     1,
@@ -81,9 +81,10 @@ def _draw_list(table: Sequence[TableRow], members: dict[str, list[str]]) -> Any:
     layout="constrained",
   )
   for axis, level in zip(axes[0], levels, strict=True):
-    _mark(axis.axvline, axis.axvspan, _dense(table), "black", "-", "dense")
-    small = found.get(("small_dense", level))
-    _mark(axis.axvline, axis.axvspan, small, "#777777", "--", "small dense")
+    for row in _baselines(table, "dense", level):
+      _mark(axis.axvline, axis.axvspan, row, "black", "-", _words(row))
+    for row in _baselines(table, "small_dense", level):
+      _mark(axis.axvline, axis.axvspan, row, "#777777", "--", _words(row))
     for y, line in enumerate(lines):
       row = found.get((line.algorithm or "", level))
       if row is not None:
@@ -104,11 +105,9 @@ def _lines(
 ) -> list[_Line]:
   """Return the lines of the list, from top to bottom."""
   means = {
-    r.algorithm: r.metric.mean
-    for r in table
-    if r.metric and r.sparsity == level
+    r.curve: r.metric.mean for r in table if r.metric and r.sparsity == level
   }
-  sign = -1 if _task(table[0].task).higher_is_better else 1
+  sign = -1 if table[0].higher_is_better else 1
   order = lambda name: sign * means[name] if name in means else math.inf
   colours = itertools.cycle(plot.COLOURS)
   lines = []
@@ -133,8 +132,15 @@ def _draw_interval(axis: Any, y: int, metric: Any, colour: str) -> None:
   axis.plot([metric.mean], [y], "o", color=colour, ms=4)
 
 
-def _dense(table: Sequence[TableRow]) -> TableRow | None:
-  return next((r for r in table if r.algorithm == "dense"), None)
+def _baselines(
+  table: Sequence[TableRow], name: str, level: float
+) -> list[TableRow]:
+  """Return the rows of a baseline at a sparsity, one per network."""
+  return [r for r in table if r.algorithm == name and r.sparsity == level]
+
+
+def _words(row: TableRow) -> str:
+  return plot.plain(row.curve.replace("small_dense", "small dense"))
 
 
 def _mark(line: Any, span: Any, row: TableRow | None, colour, ls, label):
@@ -161,10 +167,12 @@ def _draw_panels(
   )
   look = plot.look(algorithms(table))
   for axis, (group, names) in zip(axes[0], members.items(), strict=True):
-    _mark(axis.axhline, axis.axhspan, _dense(table), "black", "-", "dense")
+    for row in _baselines(table, "dense", levels[0]):
+      _mark(axis.axhline, axis.axhspan, row, "black", "-", _words(row))
     grey = {"color": "#777777", "marker": "_", "ls": "--"}
-    points = _points(table, "small_dense", levels)
-    _errorbar(axis, points, 0.0, label="small dense", **grey)
+    for row in _baselines(table, "small_dense", levels[0]):
+      points = _points(table, row.curve, levels)
+      _errorbar(axis, points, 0.0, label=_words(row), **grey)
     width = 0.5 / max(1, len(names))
     for i, name in enumerate(names):
       offset = (i - (len(names) - 1) / 2) * width
@@ -185,13 +193,8 @@ def _points(
   table: Sequence[TableRow], name: str, levels: Sequence[float]
 ) -> list[TableRow | None]:
   """Return an algorithm's row at each sparsity."""
-  found = {r.sparsity: r for r in table if r.algorithm == name}
+  found = {r.sparsity: r for r in table if r.curve == name}
   return [found.get(level) for level in levels]
-
-
-def _task(name: str) -> Any:
-  """Return the class of a task; the base class if it is not registered."""
-  return tasks.task_class(name) if name in tasks.TASKS else tasks.Task
 
 
 def _errorbar(axis: Any, points: Sequence[TableRow | None], offset, **look):

@@ -3,6 +3,7 @@
 import html
 import json
 import pathlib
+import re
 from collections.abc import Sequence
 
 from jaxpruner import plot
@@ -70,11 +71,13 @@ def write_report(paths: Sequence[str], out: str) -> list[TableRow]:
   everything: list[TableRow] = []
   sections = []
   target = pathlib.Path(out)
-  for path in paths:
+  for i, path in enumerate(paths):
     info = run_folder.read_run(path)
     rows = table.rows(path)
     everything += rows
-    prefix = "" if len(paths) == 1 else f"{rows[0].task}-"
+    # Numbered: two runs may be of one task.
+    safe = re.sub(r"[^\w.-]", ".", rows[0].task)
+    prefix = "" if len(paths) == 1 else f"{i + 1}-{safe}-"
     figures = pictures.draw_all(rows, run_folder.read_steps(path))
     inline = {}
     for name, figure in figures.items():
@@ -110,6 +113,7 @@ def _section(
     f"{escape(versions.get('jax', ''))}; started {escape(info.started)}<br>"
     f"<code>{escape(info.command)}</code></p>",
   ]
+  parts += [f"<p class='meta'>{escape(note)}</p>" for note in info.notes]
   order = ("metric", "layers", "masks", "loss")
   figures = {
     name: _figure(name, inline[name]) for name in order if name in inline
@@ -119,10 +123,23 @@ def _section(
   for block in columns.blocks(rows):
     parts.append(f"<h2>{escape(block.title)}</h2>")
     parts.append(_html_table(block, shown))
+    parts.append(_notes(block.rows))
   parts += figures.values()
   everything = json.dumps(info.to_json(), indent=2)
   parts.append(f"<h2>Settings</h2><pre>{escape(everything)}</pre>")
   return "".join(parts)
+
+
+def _notes(rows: Sequence[TableRow]) -> str:
+  """Say which leaves stayed dense, once per structure."""
+  found = dict.fromkeys(
+    (r.structure, r.options, r.notes) for r in rows if r.notes
+  )
+  return "".join(
+    f"<p class='meta'>{html.escape(' '.join(filter(None, (kind, options))))}: "
+    f"{html.escape(notes)}.</p>"
+    for kind, options, notes in found
+  )
 
 
 def _figure(name: str, svg: str) -> str:

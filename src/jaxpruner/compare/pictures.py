@@ -39,7 +39,7 @@ def draw_layers(table: Sequence[TableRow], steps: Steps) -> Any:
   for row in table:
     chunks = steps.get(_cell(row))
     if chunks and chunks[-1].density:
-      label = f"{row.algorithm}, {percent(row.sparsity)}"
+      label = f"{row.curve}, {percent(row.sparsity)}"
       lines.append((label, chunks[-1].density))
   names = sorted({name for _, density in lines for name in density})
   if not names:
@@ -111,8 +111,10 @@ def _curves(table, steps, columns, title) -> Any:
     layout="constrained",
   )
   look = plot.look(metric_picture.algorithms(table))
-  look["dense"] = {"color": "black", "marker": None}
-  look["small_dense"] = {"color": "#777777", "marker": None}
+  baselines = {"dense": "black", "small_dense": "#777777"}
+  for row in table:
+    if row.algorithm in baselines:
+      look[row.curve] = {"color": baselines[row.algorithm], "marker": None}
   drawn = {}
   for i, level in enumerate(levels):
     rows = [row for row in table if row.sparsity == level]
@@ -149,11 +151,11 @@ def _draw_curves(axis, rows, steps: Steps, key, look) -> dict[str, Any]:
     x = [chunk.start + chunk.count for chunk in chunks]
     # A number that was not finite is stored as None, and read as NaN.
     mean = [np.mean(np.array(getattr(chunk, key), float)) for chunk in chunks]
-    style = look[row.algorithm]
+    style = look[row.curve]
     (line,) = axis.plot(
       x, scale * np.array(mean), lw=1.2, ms=3, markevery=4, **style
     )
-    drawn[row.algorithm] = line
+    drawn[row.curve] = line
   return drawn
 
 
@@ -165,5 +167,7 @@ def _log_scale(axis: Any) -> None:
 
 
 def _cell(row: TableRow) -> str:
+  if row.cell:
+    return row.cell
   dense = row.algorithm == DENSE.algorithm
   return DENSE.id if dense else Cell(row.algorithm, row.sparsity).id

@@ -163,6 +163,8 @@ class Record(Stored):
     seconds: wall time, including compilation.
     collapsed: leaves that lost every weight with at least one seed.
     problem: the reason why the cell is not in the table, or "".
+    batches: a checksum of the batches of a streamed task, or "".
+    notes: what a reader must know, such as leaves that stay dense.
   """
 
   event: ClassVar[str] = "done"
@@ -186,6 +188,8 @@ class Record(Stored):
   seconds: float
   collapsed: list[str] = dataclasses.field(default_factory=list)
   problem: str = ""
+  batches: str = ""
+  notes: list[str] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
   """Write report.html and the pictures, or export the table."""
   from jaxpruner.compare import exports, files, page, table, terminal
-  from jaxpruner.compare.settings import import_modules
+  from jaxpruner.compare.modules import import_modules
 
   writers = {
     "json": exports.to_json,

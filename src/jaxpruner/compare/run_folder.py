@@ -23,7 +23,7 @@ import socket
 from typing import Any
 
 from jaxpruner.compare import files, settings
-from jaxpruner.compare.cells import Cell, Group, cells_of, group
+from jaxpruner.compare.cells import Cell, Group, Listed, cells_of, group
 from jaxpruner.compare.files import RunFolderError
 from jaxpruner.compare.records import (
   Chunk,
@@ -40,7 +40,8 @@ try:
 except ImportError:  # Windows has no flock: a second process is not refused.
   fcntl = None
 
-FORMAT = 2  # of run.json; 1 had no fingerprint and no list of cells
+# Of run.json: 1 had no fingerprint and no list of cells, 2 had no axes.
+FORMAT = 3
 # The parts of run.json that determine the numbers: its fingerprint.
 FINGERPRINT = ("settings", "task", "data", "imports", "versions", "jax")
 
@@ -56,8 +57,12 @@ class RunInfo(Stored):
     data: SHA-256 of the data.
     imports: SHA-256 of the source of each module named by --import.
     jax: the JAX settings that change numbers.
-    cells: algorithm, sparsity, order and title of its group, for each cell.
+    cells: for each cell its algorithm, sparsity, type, distribution and
+      options, the distribution that it got, and order and title of its group.
     metric: the name of the metric in the table.
+    unit: its unit.
+    higher_is_better: whether a higher metric is better.
+    notes: what a reader of the table must know, such as a missing baseline.
     device: a description of the machine.
     commit: the commit of the library's source.
     command: the command line.
@@ -73,6 +78,9 @@ class RunInfo(Stored):
   jax: dict[str, str] = dataclasses.field(default_factory=dict)
   cells: list[list] = dataclasses.field(default_factory=list)
   metric: str = ""
+  unit: str = "%"
+  higher_is_better: bool = True
+  notes: list[str] = dataclasses.field(default_factory=list)
   device: str = ""
   commit: str = ""
   command: str = ""
@@ -154,7 +162,7 @@ class RunFolder:
     found = read_run(self.path)
     if found.format < info.format:
       raise RunFolderError(
-        f"{self.path} was made by an older version, which did not store what "
+        f"{self.path} was made by an older version, which stored less of what "
         "decides its numbers; `jaxpruner report` still reads it. Choose "
         "another --out, or delete that folder"
       )
@@ -237,20 +245,20 @@ def settings_of(info: RunInfo, path: str) -> settings.ComparisonSettings:
   try:
     return settings.from_json(info.settings, where)
   except ValueError as error:
-    raise RunFolderError(
-      f"{error}. Reading a run does not import its modules: if you trust "
-      "them, name them with --import"
-    ) from error
+    raise RunFolderError(str(error)) from error
 
 
-def grouped_cells(info: RunInfo, path: str) -> list[tuple[Cell, Group]]:
+_ENTRY = [str, float, str, str, str, str, int, str]
+
+
+def listed_cells(info: RunInfo, path: str) -> list[Listed]:
   """Return the cells of a run and their groups, as stored in run.json."""
   where = f"{pathlib.Path(path) / 'run.json'}: cells"
   if info.format == 1:  # without a list: derive it from the settings
     chosen = settings_of(info, path)
     try:
-      settings.check_algorithms(chosen)
-      return [(cell, group(cell.algorithm)) for cell in cells_of(chosen)]
+      settings.check_names(chosen)
+      return [Listed(c, "", group(c.algorithm)) for c in cells_of(chosen)]
     except ValueError as error:
       raise RunFolderError(
         f"{where}: {error}; if you trust the modules this run imported, name "
@@ -259,11 +267,15 @@ def grouped_cells(info: RunInfo, path: str) -> list[tuple[Cell, Group]]:
   found = []
   for item in info.cells:
     kinds = [type(value) for value in item]
-    if kinds != [str, float, int, str]:
+    if info.format == 2 and kinds == [str, float, int, str]:
+      found.append(Listed(Cell(*item[:2]), "", Group(*item[2:])))
+    elif info.format > 2 and kinds == _ENTRY:
+      found.append(Listed(Cell(*item[:5]), item[5], Group(*item[6:])))
+    else:
       raise RunFolderError(
-        f"{where}: {item!r:.80} is not [algorithm, sparsity, order, title]"
+        f"{where}: {item!r:.80} is not [algorithm, sparsity, type, "
+        "distribution, options, shown distribution, order, title]"
       )
-    found.append((Cell(*item[:2]), Group(*item[2:])))
   return found
 
 
@@ -272,7 +284,7 @@ def read_results(path: str | os.PathLike) -> dict[str, Record | Failure]:
   found = {}
   for line in files.read_lines(pathlib.Path(path) / "results.jsonl"):
     record = _checked(result_from_json, line)
-    found[Cell(record.algorithm, record.sparsity).id] = record
+    found[record.cell] = record
   return found
 
 

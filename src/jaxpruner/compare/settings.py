@@ -2,16 +2,28 @@
 
 import dataclasses
 import hashlib
-import importlib
+import inspect
 import json
 import math
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jaxpruner
 from jaxpruner import _tools
-from jaxpruner.compare import tasks
+from jaxpruner.compare import spelling, tasks
+from jaxpruner.post_training.solvers.table import SOLVERS
+from jaxpruner.sparsity_distributions.table import DISTRIBUTIONS
+
+# Settings that are lists -> the option that sets them.
+_LISTS = {
+  "algorithms": "algorithms",
+  "sparsity": "sparsity",
+  "type": "type",
+  "distribution": "distribution",
+  "optimizer": "optimizer",
+  "imports": "import",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,15 +31,18 @@ class ComparisonSettings:
   """All options of the user that determine the numbers of a comparison.
 
   Attributes:
-    task: a name in `tasks.TASKS`.
+    task: a name in `tasks.TASKS`, or `module:NAME` of a task of the user's.
     algorithms: registered names. Empty means `cells.DEFAULT` and those
       registered outside the library; "all" means every algorithm that fits a
       training loop.
     sparsity: fractions of weights removed.
     seeds: the number of seeds; they are 0, 1, ...
-    type: a sparsity type such as "2:4"; "" is unstructured.
-    distribution: "erk" or "uniform"; "" is the task's default.
-    options: values for the task's fields (steps, width, ...).
+    type: sparsity types such as "2:4"; none is unstructured.
+    distribution: names such as "erk"; none is the task's default.
+    options: values for the task's options (steps, width, ...); a list is an
+      axis of the comparison.
+    optimizer: names of optimizers; none is the task's own.
+    all_layers: whether structured types prune the first and the output layer.
     devices: the number of devices for one cell.
     data: a folder to read the task's data from.
     imports: modules named by --import, which register algorithms or tasks.
@@ -43,25 +58,39 @@ class ComparisonSettings:
   algorithms: tuple[str, ...] = ()
   sparsity: tuple[float, ...] = (0.8, 0.95)
   seeds: int = 3
-  type: str = ""
-  distribution: str = ""
+  type: tuple[str, ...] = ()
+  distribution: tuple[str, ...] = ()
   options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  optimizer: tuple[str, ...] = ()
+  all_layers: bool = False
   devices: int = 1
   data: str = ""
   imports: tuple[str, ...] = ()
 
   def __post_init__(self):
-    for name in ("task", "type", "distribution", "data"):
+    for name in ("type", "distribution", "optimizer"):
+      # A single text may stand for a list of one; older runs stored it so.
+      if isinstance(value := getattr(self, name), str):
+        object.__setattr__(self, name, (value,) if value else ())
+    for name in ("task", "data"):
       _check_text(f"--{name}", getattr(self, name))
     for name in ("seeds", "devices"):
       _check_count(f"--{name}", getattr(self, name))
-    for name, option in (("algorithms", "algorithms"), ("imports", "import")):
+    for name, option in _LISTS.items():
+      if option == "sparsity":
+        continue
       _check_tuple(f"--{option}", getattr(self, name))
       for value in getattr(self, name):
         _check_text(f"--{option}", value)
     _check_sparsity(self.sparsity)
-    _check_options(self.task, self.options)
-    type_sparsity(self.type)
+    if not isinstance(self.options, Mapping):
+      raise ValueError(
+        f"[options] {self.options!r}: must be a table of task fields"
+      )
+    if not isinstance(self.all_layers, bool):
+      raise ValueError(f"--all-layers {self.all_layers!r}: true or false")
+    for kind in self.type:
+      type_sparsity(kind)
 
   def digest(self) -> str:
     """Return a short hash of these settings, the same in every process."""
@@ -73,8 +102,27 @@ class ComparisonSettings:
     return json.loads(json.dumps(dataclasses.asdict(self)))
 
 
+def default_folder(settings: ComparisonSettings) -> str:
+  """Return the run folder of a comparison: `runs/TASK-HASH`.
+
+  Args:
+    settings: the comparison.
+
+  Returns:
+    The path, relative to the current folder.
+
+  Example:
+    >>> default_folder(ComparisonSettings(task="my.module:Task"))[:20]
+    'runs/my.module.Task-'
+  """
+  return f"runs/{settings.task.replace(':', '.')}-{settings.digest()}"
+
+
 def from_json(values: Any, where: str = "settings") -> ComparisonSettings:
   """Return the settings from the result of `to_json`; import nothing.
+
+  Names of tasks, their options and algorithms are not looked up: the folder of
+  a run can be read without the modules that it used (see `check_names`).
 
   Args:
     values: the content of a JSON or TOML file; a single value may replace a
@@ -106,7 +154,7 @@ def from_json(values: Any, where: str = "settings") -> ComparisonSettings:
 
 
 def _as_tuple(key: str, value: Any) -> Any:
-  if key not in ("algorithms", "sparsity", "imports"):
+  if key not in _LISTS:
     return value
   return tuple(value) if isinstance(value, list | tuple) else (value,)
 
@@ -140,49 +188,54 @@ def read_config(path: str) -> dict[str, Any]:
   except OSError as error:
     raise ValueError(f"--config {path}: {error.strerror}") from error
   # Check all values now, so that an error message names the file.
-  from_json(values, f"--config {path}")
+  found = from_json(values, f"--config {path}")
+  try:
+    # A module of the user's is not imported on the word of a file.
+    if ":" not in found.task or found.task in tasks.TASKS:
+      check_options(found.task, found.options)
+  except ValueError as error:
+    raise ValueError(f"--config {path}: {error}") from error
   return {key: _as_tuple(key, value) for key, value in values.items()}
 
 
-def import_modules(names: Iterable[str]) -> None:
-  """Import the modules that the user typed after --import.
-
-  Args:
-    names: module names; never strings that a file holds.
-
-  Raises:
-    ValueError: a module is missing or raises while it is imported.
-  """
-  for name in names:
-    try:
-      importlib.import_module(name)
-    except Exception as error:
-      raise ValueError(
-        f"--import {name!r}: {type(error).__name__}: {error}; the module must "
-        "be importable: install it, or put its folder into PYTHONPATH"
-      ) from error
-
-
-def check_algorithms(settings: ComparisonSettings) -> None:
-  """Raise if an algorithm is not registered.
+def check_names(settings: ComparisonSettings) -> None:
+  """Raise if the task, one of its options or an algorithm is unknown.
 
   Args:
     settings: the comparison.
 
   Raises:
-    ValueError: names the unknown algorithm and the nearest one.
+    ValueError: names what is unknown and the nearest valid name.
 
   Example:
-    >>> check_algorithms(ComparisonSettings(algorithms=("rigl",)))
+    >>> check_names(ComparisonSettings(algorithms=("rigl",)))
   """
+  check_options(settings.task, settings.options)
   known = ("all", *jaxpruner.all_algorithm_names())
-  for name in settings.algorithms:
-    if name not in known:
+  after = [f"after:{name}" for name in SOLVERS]
+  for text in settings.algorithms:
+    name, _ = spelling.algorithm_of(text)
+    if name.startswith("after:") and name not in after:
+      raise ValueError(
+        f"--algorithms {name!r} is unknown; {_tools.nearest(name, after)}"
+      )
+    if name not in (*known, *after):
       hint = _tools.nearest(name, known)
       raise ValueError(
         f"--algorithms {name!r} is unknown; {hint} (`jaxpruner compare --list` "
         "shows all)"
       )
+  shares = {*DISTRIBUTIONS, "lamp", "owl"}
+  for name in settings.distribution:
+    if name not in shares:
+      hint = _tools.nearest(name, shares)
+      raise ValueError(f"--distribution {name!r} is unknown; {hint}")
+  for name in settings.optimizer:
+    first = {
+      key: value[0] if isinstance(value, list | tuple) else value
+      for key, value in settings.options.items()
+    }
+    tasks.with_optimizer(tasks.make_task(settings.task, first), name)
 
 
 def type_sparsity(name: str) -> float | None:
@@ -200,10 +253,7 @@ def type_sparsity(name: str) -> float | None:
   """
   if not name:
     return None
-  try:
-    kind = jaxpruner.parse_sparsity_type(name)
-  except ValueError as error:
-    raise ValueError(f"--type {name!r}: {error}") from error
+  kind = spelling.parse_type(name)
   sparsity = getattr(kind, "sparsity", None)
   if sparsity is not None and not 0 < sparsity < 1:
     raise ValueError(f"--type {name!r}: N:M keeps N of M, 0 < N < M")
@@ -248,26 +298,48 @@ def _check_sparsity(values: Any) -> None:
       )
 
 
-def _check_options(task: str, options: Any) -> None:
-  """Check overrides against the task's fields and their types."""
-  if not isinstance(options, Mapping):
-    raise ValueError(f"[options] {options!r}: must be a table of task fields")
-  made = tasks.make_task(task, options)  # refuses unknown tasks and fields
-  for field in dataclasses.fields(made):
-    if field.name not in options:
+def check_options(task: str, options: Mapping[str, Any]) -> None:
+  """Check values for the task's options against the types of their defaults.
+
+  Args:
+    task: a registered name.
+    options: option -> value.
+
+  Raises:
+    ValueError: the task or an option is unknown, or a value is wrong.
+
+  Example:
+    >>> check_options("digits", {"steps": 10})
+  """
+  known = tasks.task_options(task)
+  for key, value in options.items():
+    if key not in known:
+      raise ValueError(
+        f"task {task!r} has no option {key!r}; {_tools.nearest(key, known)}"
+      )
+    default = known[key]
+    if default in (None, inspect.Parameter.empty, dataclasses.MISSING):
       continue
-    value, name = options[field.name], f"--set {field.name}="
-    if field.name == "steps":
-      name = "--steps "
-    if _is_whole(field.default):
-      if not _is_whole(value) or value < 1:
+    fits, words = _kind_of(default)
+    for each in value if isinstance(value, list | tuple) else [value]:
+      if not fits(each):
+        option = "--steps " if key == "steps" else f"--set {key}="
         raise ValueError(
-          f"{name}{value}: {task}'s {field.name} must be a whole number of at "
-          f"least one (default {field.default})"
+          f"{option}{each}: {task}'s {key} must be {words} (default {default})"
         )
-    elif isinstance(field.default, float):
-      if not _is_number(value):
-        raise ValueError(
-          f"{name}{value}: {task}'s {field.name} must be a finite number "
-          f"(default {field.default})"
-        )
+    if isinstance(value, list | tuple) and not value:
+      raise ValueError(f"--set {key}=: is empty; give a value")
+
+
+def _kind_of(default: Any) -> tuple[Any, str]:
+  """Return (check, words) for values of an option with this default."""
+  if isinstance(default, bool):
+    return lambda v: isinstance(v, bool), "true or false"
+  if isinstance(default, int):
+    fits = lambda v: _is_whole(v) and v >= min(1, default)
+    return fits, f"a whole number of at least {min(1, default)}"
+  if isinstance(default, float):
+    return _is_number, "a finite number"
+  if isinstance(default, str):
+    return lambda v: isinstance(v, str), "text"
+  return lambda v: isinstance(v, type(default)), type(default).__name__

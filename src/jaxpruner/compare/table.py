@@ -4,8 +4,8 @@ import dataclasses
 import math
 from typing import Any
 
-from jaxpruner.compare import run_folder, statistics, tasks
-from jaxpruner.compare.cells import DENSE, Cell
+from jaxpruner.compare import run_folder, statistics
+from jaxpruner.compare.cells import BASELINES, Cell, Listed
 from jaxpruner.compare.records import Failure, Record
 from jaxpruner.compare.statistics import Estimate
 
@@ -36,6 +36,19 @@ class TableRow:
   latency: float | None = None
   seconds: float | None = None
   collapsed: str = ""  # leaves that lost every weight
+  unit: str = ""
+  higher_is_better: bool = True
+  cell: str = ""
+  structure: str = ""
+  distribution: str = ""
+  options: str = ""
+  label: str = ""  # the algorithm, with the axes that have several values
+  notes: str = ""
+
+  @property
+  def curve(self) -> str:
+    """The name of the curve that the row is a point of."""
+    return self.label or self.algorithm
 
 
 def rows(path: str, times: bool = True) -> list[TableRow]:
@@ -53,26 +66,63 @@ def rows(path: str, times: bool = True) -> list[TableRow]:
   """
   info = run_folder.read_run(path)
   settings = run_folder.settings_of(info, path)
-  task = tasks.task_class(settings.task)
-  metric = info.metric or task.metric
   results = run_folder.read_results(path)
   latency = run_folder.read_latency(path)
-  grouped = run_folder.grouped_cells(info, path)
-  dense = results.get(DENSE.id)
+  listed = run_folder.listed_cells(info, path)
+  labels = _labels(listed)
   found = []
   for sparsity in dict.fromkeys(settings.sparsity):
-    block = [c for c in grouped if c[0] == DENSE or c[0].sparsity == sparsity]
-    for cell, group in sorted(block, key=lambda item: item[1].order):
+    block = [
+      entry
+      for entry in listed
+      if entry.cell == entry.cell.dense or entry.cell.sparsity == sparsity
+    ]
+    for entry in sorted(block, key=lambda entry: entry.group.order):
+      cell = entry.cell
       head = TableRow(
-        settings.task, sparsity, group.title, cell.algorithm, metric
+        settings.task,
+        sparsity,
+        entry.group.title,
+        cell.algorithm,
+        info.metric or "accuracy",
+        unit=info.unit,
+        higher_is_better=info.higher_is_better,
+        cell=cell.id,
+        structure=_structure(cell),
+        distribution=entry.distribution,
+        options=cell.options,
+        label=labels[cell],
       )
       record = results.get(cell.id)
-      row = _filled(head, cell, record, dense)
+      row = _filled(head, cell, record, results.get(cell.dense.id))
       if times and isinstance(record, Record) and not row.problem:
         ratio = latency[cell.id].ratio if cell.id in latency else None
         row = dataclasses.replace(row, latency=ratio, seconds=record.seconds)
       found.append(row)
   return found
+
+
+def _structure(cell: Cell) -> str:
+  return "" if cell.algorithm in BASELINES else cell.type or "unstructured"
+
+
+def _labels(listed: list[Listed]) -> dict[Cell, str]:
+  """Return names that tell the cells of one sparsity apart."""
+  pruned = [entry for entry in listed if entry.cell.algorithm not in BASELINES]
+  several = lambda values: len(set(values)) > 1
+  kinds = several(_structure(entry.cell) for entry in pruned)
+  shares = several(
+    entry.distribution for entry in pruned if entry.cell.distribution
+  )
+  labels = {}
+  for cell, share, _ in listed:
+    parts = [cell.algorithm]
+    if kinds and _structure(cell):
+      parts.append(_structure(cell))
+    if shares and share:
+      parts.append(share)
+    labels[cell] = " ".join([*parts, *filter(None, [cell.options])])
+  return labels
 
 
 def _filled(
@@ -93,8 +143,14 @@ def _filled(
   theirs = None
   if isinstance(dense, Record) and not dense.problem:
     theirs = _metric(dense, head.metric_name)
+  if _other_batches(record, dense):
+    return dataclasses.replace(
+      head,
+      problem="its batches were not those of the dense row: the loader is not "
+      "deterministic",
+    )
   difference = None
-  if cell != DENSE and theirs and len(theirs) == len(values):
+  if cell != cell.dense and theirs and len(theirs) == len(values):
     difference = statistics.paired_difference(values, theirs)
 
   def optional(name: str) -> Estimate | None:
@@ -120,7 +176,13 @@ def _filled(
     noise=optional("noise_accuracy"),
     ece=optional("ece"),
     collapsed=" ".join(record.collapsed),
+    notes="; ".join(record.notes),
   )
+
+
+def _other_batches(record: Record, dense: Record | Failure | None) -> bool:
+  theirs = dense.batches if isinstance(dense, Record) else ""
+  return bool(record.batches and theirs and record.batches != theirs)
 
 
 def _metric(record: Record, name: str) -> list[float] | None:
@@ -142,6 +204,9 @@ def flat(row: TableRow) -> dict[str, Any]:
     "sparsity": row.sparsity,
     "group": row.group,
     "algorithm": row.algorithm,
+    "structure": row.structure,
+    "distribution": row.distribution,
+    "options": row.options,
     "metric": row.metric_name,
     "mean": metric.mean,
     "std": metric.std,
@@ -160,6 +225,7 @@ def flat(row: TableRow) -> dict[str, Any]:
     "latency": row.latency,
     "seconds": row.seconds,
     "collapsed": row.collapsed,
+    "notes": row.notes,
     "problem": row.problem,
   }
   nothing = lambda v: isinstance(v, float) and math.isnan(v)

@@ -90,7 +90,8 @@ def print_table(rows: Sequence[TableRow]) -> None:
 def _size(column: columns.Column, rows: Sequence[TableRow]) -> int:
   """Return the width of a column, with the space around it."""
   if column is columns.COLUMNS[0]:
-    return 3 + max(len(_short(row.group)) for row in rows)
+    names = [columns.cells_as_text(row, columns.COLUMNS)[0] for row in rows]
+    return 3 + max(map(len, [*names, *(_short(row.group) for row in rows)]))
   texts = [column.text(row) for row in rows if row.metric is not None]
   return 3 + max(map(len, [column.name, *texts]))
 

@@ -25,6 +25,7 @@ class Carry(NamedTuple):
   params: PyTree
   opt_state: PyTree
   env_state: PyTree
+  state: PyTree  # of the network, such as batch statistics
   masks: PyTree  # at the last snapshot
   seen: PyTree  # weights that were kept in at least one snapshot
 
@@ -44,7 +45,8 @@ class Training(NamedTuple):
   """The compiled functions of a training; seeds are the leading axis."""
 
   start: Callable[..., Carry]
-  train: Callable[..., tuple[Carry, jax.Array, Snapshot]]
+  train: Callable[..., tuple[Carry, jax.Array, Any]]
+  snapshot: Callable[[Carry], tuple[Carry, Snapshot]]
   final: Callable[[Carry], PyTree]
 
 
@@ -54,6 +56,7 @@ def build(
   data: PyTree,
   devices: int = 1,
   temperature: float = 1.0,
+  batch: PyTree = None,
 ) -> Training:
   """Compile the training of one cell for all its seeds together.
 
@@ -64,13 +67,18 @@ def build(
     devices: the number of devices that share each batch.
     temperature: divides the network's outputs in the loss that algorithms use
       which prune before training.
+    batch: for streamed tasks, a batch of one seed and step.
 
   Returns:
-    start(keys, data) -> Carry; train(carry, keys, data, first, count, length)
-    -> (Carry, losses, Snapshot); final(carry) -> the parameters to evaluate.
+    start(keys, data, batches) -> Carry; train(carry, keys, data, first, count,
+    length, block) -> (Carry, losses, Snapshot); snapshot(carry) -> (Carry,
+    Snapshot); final(carry) -> the parameters to evaluate. Streamed tasks need
+    `batches` (the first of each seed) and `block` (seeds, length, ...). A chunk
+    of them may have several blocks: `train` then returns no snapshot, but the
+    sums over its steps that `with_means` adds to one.
   """
   seed = _Seed(task, updater, _spreader(devices), temperature)
-  return _over_seeds(task, seed.start, seed.train, seed.final, data)
+  return _over_seeds(task, seed, data, batch)
 
 
 class _Seed:
@@ -81,43 +89,55 @@ class _Seed:
     self._spread, self._temperature = spread, temperature
     self._tx = updater.wrap_optax(task.optimizer())
 
-  def start(self, key: jax.Array, data: PyTree) -> Carry:
+  def start(self, key: jax.Array, data: PyTree, batch: PyTree = None) -> Carry:
     """Return the carry before the first step."""
     params = self._task.init(jax.random.fold_in(key, 0))
-    opt_state = self._first_tx(params, data, key).init(params)
+    state = self._task.init_state(jax.random.fold_in(key, 0))
+    opt_state = self._first_tx(params, state, data, key, batch).init(params)
     params = self._updater.post_gradient_update(params, opt_state)
     env_state = self._task.start(params, data, jax.random.fold_in(key, 1))
     masks = _masks_of(params, opt_state)
-    return Carry(params, opt_state, env_state, masks, masks)
+    return Carry(params, opt_state, env_state, state, masks, masks)
 
-  def _first_tx(self, params: PyTree, data: PyTree, key: jax.Array) -> Any:
+  def _first_tx(
+    self, params: PyTree, state: PyTree, data: PyTree, key: jax.Array, batch
+  ) -> Any:
     """Return `tx`; it may prune at the start with the first batch."""
     task = self._task
     if "loss" not in self._updater.needs:
       return self._tx
-    env_state = task.start(params, data, jax.random.fold_in(key, 1))
     batch_key, loss_key = jax.random.split(jax.random.fold_in(key, 2))
-    _, batch = task.interact(env_state, params, data, batch_key, jnp.array(0))
+    if not task.streamed:
+      env_state = task.start(params, data, jax.random.fold_in(key, 1))
+      _, batch = task.interact(env_state, params, data, batch_key, jnp.array(0))
     softened = task.with_temperature(self._temperature)
     bound = self._updater.bind(
-      lambda p, batch: softened.loss(p, batch, loss_key),
+      lambda p, batch: softened.loss_and_state(p, state, batch, loss_key)[0],
       batch,
-      task.apply,
+      lambda p, inputs: task.forward(p, state, inputs),
       task.example(data),
     )
     return bound.wrap_optax(task.optimizer())
 
   def train(
-    self, carry: Carry, key: jax.Array, data: PyTree, first, count, length
-  ) -> tuple[Carry, jax.Array, Snapshot]:
+    self,
+    carry: Carry,
+    key: jax.Array,
+    data: PyTree,
+    block,
+    first,
+    count,
+    length,
+  ) -> tuple[Carry, jax.Array, Any]:
     """Run `count` steps from `first` on; return `length` losses."""
 
     def body(i, state):
       carry, losses, spent = state
+      batch = jax.tree.map(lambda x: x[i], block)
       # The masks before a step are those of its forward pass.
       now = self._needed(carry, first + i)
       spent = jax.tree.map(jnp.add, spent, now)
-      carry, loss = self._step(carry, first + i, key, data)
+      carry, loss = self._step(carry, first + i, key, data, batch)
       return carry, losses.at[i].set(loss), spent
 
     spent = jax.tree.map(jnp.zeros_like, self._needed(carry, first))
@@ -125,21 +145,32 @@ class _Seed:
     carry, losses, spent = jax.lax.fori_loop(
       0, count, body, (carry, jnp.zeros(length), spent)
     )
-    carry, taken = self._snapshot(carry)
-    used, trained = jax.tree.map(lambda total: total / count, spent)
-    return carry, losses, taken._replace(used=used, trained=trained)
+    if self._task.streamed:  # the caller adds up the blocks of a chunk
+      return carry, losses, spent
+    carry, taken = self.snapshot(carry)
+    return carry, losses, with_means(taken, spent, count)
 
-  def _step(self, carry: Carry, t: jax.Array, key: jax.Array, data: PyTree):
+  def _step(
+    self, carry: Carry, t: jax.Array, key: jax.Array, data: PyTree, batch
+  ):
     task = self._task
     batch_key, loss_key = jax.random.split(jax.random.fold_in(key, 2))
-    env_state, batch = task.interact(
-      carry.env_state, carry.params, data, batch_key, t
-    )
+    loss_key = jax.random.fold_in(loss_key, t)
+    env_state = carry.env_state
+    if not task.streamed:
+      env_state, batch = task.interact(
+        env_state, carry.params, data, batch_key, t
+      )
     batch = self._spread(batch)
-    gradient = lambda params: task.gradient(
-      task.loss, params, batch, jax.random.fold_in(loss_key, t)
-    )
-    loss, grads = gradient(carry.params)
+
+    def gradient(params):
+      if not task.has_state:
+        loss, grads = task.gradient(task.loss, params, batch, loss_key)
+        return (loss, carry.state), grads
+      loss_fn = lambda p: task.loss_and_state(p, carry.state, batch, loss_key)
+      return jax.value_and_grad(loss_fn, has_aux=True)(params)
+
+    (loss, state), grads = gradient(carry.params)
     updates, opt_state = self._tx.update(
       grads,
       carry.opt_state,
@@ -150,11 +181,12 @@ class _Seed:
       lambda p, u: (p + u).astype(p.dtype), carry.params, updates
     )
     carry = carry._replace(
-      params=params, opt_state=opt_state, env_state=env_state
+      params=params, opt_state=opt_state, env_state=env_state, state=state
     )
     return carry, loss
 
-  def _snapshot(self, carry: Carry) -> tuple[Carry, Snapshot]:
+  def snapshot(self, carry: Carry) -> tuple[Carry, Snapshot]:
+    """Measure densities, churn and exploration since the last snapshot."""
     masks = _masks_of(carry.params, carry.opt_state)
     flat = jax.tree.leaves(masks)
     size = sum(m.size for m in flat)
@@ -203,6 +235,21 @@ class _Seed:
     return carry.params
 
 
+def with_means(taken: Snapshot, spent: Any, count: Any) -> Snapshot:
+  """Return a snapshot with the means over the steps of its chunk.
+
+  Args:
+    taken: the snapshot at the end.
+    spent: (used, trained), summed over the steps.
+    count: the number of steps.
+
+  Returns:
+    The snapshot.
+  """
+  used, trained = jax.tree.map(lambda total: total / count, spent)
+  return taken._replace(used=used, trained=trained)
+
+
 def _total(leaves: list[jax.Array]) -> jax.Array | int:
   return sum(leaf.sum(dtype=jnp.float32) for leaf in leaves)
 
@@ -221,32 +268,36 @@ def _once(fn: Callable[..., Any]) -> Callable[..., Any]:
   return jax.jit(fn, compiler_options=options)
 
 
-def _over_seeds(task, start, train, final, data) -> Training:
+def _over_seeds(task: Task, seed: _Seed, data, batch) -> Training:
   """Batch the seeds: together (vmap) or one after another (map)."""
   if task.in_turn:
-    start_all = lambda keys, data: jax.lax.map(lambda k: start(k, data), keys)
-    final_all = lambda carry: jax.lax.map(final, carry)
-    over = lambda one: (
-      lambda *all_seeds: jax.lax.map(lambda pair: one(*pair), all_seeds)
+    over = lambda one, _: (
+      lambda *all_seeds: jax.lax.map(lambda each: one(*each), all_seeds)
     )
+    axes = None
   else:
-    axes = _seed_axes(start, train, data)
-    start_all = jax.vmap(start, in_axes=(0, None), out_axes=axes)
-    final_all = jax.vmap(final, in_axes=(axes,))
-    over = lambda one: jax.vmap(one, in_axes=(axes, 0), out_axes=(axes, 0, 0))
+    over = lambda one, axes: jax.vmap(one, in_axes=axes[0], out_axes=axes[1])
+    axes = _seed_axes(seed.start, seed.train, data, batch)
 
-  def train_all(carry, keys, data, first, count, length):
-    one = lambda carry, key: train(carry, key, data, first, count, length)
-    return over(one)(carry, keys)
+  def start_all(keys, data, batches=None):
+    one = lambda key, batch: seed.start(key, data, batch)
+    return over(one, ((0, 0), axes))(keys, batches)
+
+  def train_all(carry, keys, data, first, count, length, block=None):
+    one = lambda carry, key, block: seed.train(
+      carry, key, data, block, first, count, length
+    )
+    return over(one, ((axes, 0, 0), (axes, 0, 0)))(carry, keys, block)
 
   return Training(
     _once(start_all),
     jax.jit(train_all, static_argnums=5, donate_argnums=0),
-    jax.jit(final_all),
+    _once(lambda carry: over(seed.snapshot, ((axes,), (axes, 0)))(carry)),
+    jax.jit(lambda carry: over(seed.final, ((axes,), 0))(carry)),
   )
 
 
-def _seed_axes(start, train, data) -> PyTree:
+def _seed_axes(start, train, data, batch) -> PyTree:
   """Return vmap's axes of the carry: None for leaves that all seeds share.
 
   What JAX does: `lax.cond` on a batched value becomes a select, which computes
@@ -256,24 +307,30 @@ def _seed_axes(start, train, data) -> PyTree:
   """
   key = jax.eval_shape(lambda: jax.random.key(0))
   data = jax.eval_shape(lambda: data)
-  carry = jax.eval_shape(start, key, data)
+  carry = jax.eval_shape(start, key, data, batch)
 
   def axis(leaf):
     shared = leaf.ndim == 0 and jnp.issubdtype(leaf.dtype, jnp.integer)
     return None if shared else 0
 
   axes = jax.tree.map(axis, carry)._replace(
-    env_state=jax.tree.map(lambda _: 0, carry.env_state)
+    env_state=jax.tree.map(lambda _: 0, carry.env_state),
+    state=jax.tree.map(lambda _: 0, carry.state),
   )
   keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 2))
+  batches = jax.tree.map(lambda x: np.stack([x, x]), batch)
+  blocks = jax.tree.map(lambda x: x[:, None], batches)
   try:
     carries = jax.eval_shape(
-      jax.vmap(start, in_axes=(0, None), out_axes=axes), keys, data
+      jax.vmap(start, in_axes=(0, None, 0), out_axes=axes), keys, data, batches
     )
-    one = lambda carry, key: train(carry, key, data_in, 0, 1, 1)
     data_in = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), data)
+    one = lambda carry, key, block: train(carry, key, data_in, block, 0, 1, 1)
     jax.eval_shape(
-      jax.vmap(one, in_axes=(axes, 0), out_axes=(axes, 0, 0)), carries, keys
+      jax.vmap(one, in_axes=(axes, 0, 0), out_axes=(axes, 0, 0)),
+      carries,
+      keys,
+      blocks,
     )
   except ValueError:
     # An integer that does differ between seeds: batch everything.
@@ -298,15 +355,21 @@ def _spreader(devices: int) -> Callable[[PyTree], PyTree]:
   )
 
 
+def raw_keys(tree: PyTree) -> PyTree:
+  """Return a tree with the data of random keys: NumPy has no dtype for them."""
+  return jax.tree.map(
+    lambda x: (
+      jax.random.key_data(x)
+      if jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+      else x
+    ),
+    tree,
+  )
+
+
 def arrays_of(carry: Carry, progress: list[float]) -> dict[str, np.ndarray]:
   """Return the state and the progress of a training as plain arrays."""
-  # Typed keys have no NumPy dtype: their data is stored.
-  raw = lambda x: (
-    jax.random.key_data(x)
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-    else x
-  )
-  leaves = [np.asarray(raw(x)) for x in jax.tree.leaves(carry)]
+  leaves = [np.asarray(x) for x in jax.tree.leaves(raw_keys(carry))]
   arrays = {f"leaf:{i}": leaf for i, leaf in enumerate(leaves)}
   arrays["progress"] = np.asarray(progress, np.float64)
   return arrays
@@ -327,7 +390,7 @@ def restore(
     steps: the number of steps of the training.
 
   Returns:
-    The carry, and [steps done, seconds, cost].
+    The carry, and [steps done, seconds, cost, checksum of the batches].
 
   Raises:
     CheckpointError: the arrays belong to another training.
@@ -338,17 +401,20 @@ def restore(
     raise CheckpointError(
       f"has {len(saved)} arrays, this training has {len(expected)}"
     )
-  loaded = [_restored(old, saved[f"leaf:{i}"]) for i, old in enumerate(leaves)]
+  loaded = [
+    restored_leaf(old, saved[f"leaf:{i}"]) for i, old in enumerate(leaves)
+  ]
   progress = saved["progress"]
-  if progress.shape != (3,) or not np.all(np.isfinite(progress)):
-    raise CheckpointError(f"progress is {progress!r:.60}, need three numbers")
+  if progress.shape != (4,) or not np.all(np.isfinite(progress)):
+    raise CheckpointError(f"progress is {progress!r:.60}, need four numbers")
   first = progress[0]
   if first != int(first) or not 0 < first < steps:
     raise CheckpointError(f"stands at step {first:g} of {steps}")
   return treedef.unflatten(loaded), progress.tolist()
 
 
-def _restored(old: jax.Array, new: np.ndarray) -> jax.Array:
+def restored_leaf(old: jax.Array, new: Any) -> jax.Array:
+  """Return a stored array as a leaf like `old`; keys become keys again."""
   is_key = jnp.issubdtype(old.dtype, jax.dtypes.prng_key)
   like = jax.random.key_data(old) if is_key else old
   if (new.shape, new.dtype) != (like.shape, like.dtype):

@@ -22,7 +22,7 @@ import threading
 from collections.abc import Sequence
 from typing import IO, Any
 
-from jaxpruner.compare import executors, files, settings
+from jaxpruner.compare import executors, files, modules, settings
 from jaxpruner.compare.cells import Cell
 from jaxpruner.compare.executors import Emit
 from jaxpruner.compare.files import RunFolderError
@@ -192,8 +192,9 @@ def main() -> None:
     out.flush()
 
   sent = json.loads(lines.get() or "{}")
-  # The modules that the user named with --import, sent by the parent.
-  settings.import_modules(sent.get("imports", ()))
+  # The modules that the user typed; the parent sent their names.
+  modules.import_modules(sent.get("imports", ()))
+  modules.import_task(sent.get("task", ""))
   chosen = settings.from_json(sent)
   lines.task_done()
   while (line := lines.get()) is not None:

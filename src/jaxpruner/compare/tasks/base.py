@@ -2,12 +2,14 @@
 
 import copy
 import dataclasses
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from jaxpruner import _tools
 from jaxpruner.compare import layers
 
 PyTree = Any
@@ -67,6 +69,22 @@ class Task:
   # batched; "auto" is "map" on a CPU, where the activations of all seeds
   # together do not fit into the cache, and "vmap" elsewhere.
   batching: ClassVar[str] = "vmap"
+  # Whether the network has state that training changes without a gradient,
+  # such as batch statistics. `apply`, `loss` and `evaluate` then take it after
+  # the parameters, and `loss` returns (loss, the new state).
+  has_state: ClassVar[bool] = False
+  # Whether `evaluate` is called outside of JAX, once per seed, with arrays.
+  on_host: ClassVar[bool] = False
+
+  @property
+  def streamed(self) -> bool:
+    """Whether batches come from `stream`, on the host, during training."""
+    return type(self).stream is not Task.stream
+
+  @property
+  def narrowable(self) -> bool:
+    """Whether a smaller `width` gives a smaller network."""
+    return True
 
   @property
   def in_turn(self) -> bool:
@@ -90,6 +108,14 @@ class Task:
     """Return the inputs that FLOPs and latency are measured with."""
     return data["test_x"][: self.batch_size]
 
+  def inputs(self, batch: PyTree) -> PyTree:
+    """Return what `apply` takes, from a batch; calibration needs it."""
+    del batch
+    raise ValueError(
+      f"task {self.name!r} does not say which part of a batch its network "
+      "takes; define `inputs(batch)`"
+    )
+
   def loss(self, params: PyTree, batch: PyTree, key: jax.Array) -> jax.Array:
     """Return the loss of a batch, a scalar."""
     raise NotImplementedError
@@ -109,13 +135,62 @@ class Task:
     """Return name -> value: the metric, and any further numbers."""
     raise NotImplementedError
 
-  def optimizer(self) -> optax.GradientTransformation:
-    """Return the optimizer that every algorithm wraps."""
+  def schedule(self) -> optax.Schedule:
+    """Return the learning rate: a warm-up of 5 %, then cosine decay."""
     warmup = max(1, self.steps // 20)
-    schedule = optax.warmup_cosine_decay_schedule(
+    return optax.warmup_cosine_decay_schedule(
       0.0, self.learning_rate, warmup, max(self.steps, warmup + 1)
     )
-    return optax.adam(schedule)
+
+  def optimizer(self) -> optax.GradientTransformation:
+    """Return the optimizer that every algorithm wraps."""
+    return optax.adam(self.schedule())
+
+  @property
+  def own_optimizer(self) -> bool:
+    """Whether the task has an optimizer of its own."""
+    return type(self).optimizer is not Task.optimizer
+
+  def init_state(self, key: jax.Array) -> PyTree:
+    """Return the network's initial state; empty unless `has_state`."""
+    del key
+    return ()
+
+  def stream(self, seed: int, step: int) -> Iterator[PyTree]:
+    """Yield the batches of a seed from a step on, as NumPy arrays.
+
+    A task that defines `stream` needs no `batches`, and its data need not fit
+    on the device. All batches have one shape. Two calls must yield the same
+    batches, and a call that starts later must continue the same sequence; both
+    are checked.
+
+    Args:
+      seed: the number of the seed: 0, 1, ...
+      step: the step of the first batch.
+    """
+    raise NotImplementedError
+
+  # What the training calls; the state is passed on, or left out.
+
+  def forward(self, params: PyTree, state: PyTree, inputs: PyTree) -> PyTree:
+    """Return `apply` with the state if the task has one."""
+    if self.has_state:
+      return self.apply(params, state, inputs)  # pyright: ignore
+    return self.apply(params, inputs)
+
+  def loss_and_state(
+    self, params: PyTree, state: PyTree, batch: PyTree, key: jax.Array
+  ) -> tuple[jax.Array, PyTree]:
+    """Return (loss, the new state)."""
+    if self.has_state:
+      return self.loss(params, state, batch, key)  # pyright: ignore
+    return self.loss(params, batch, key), state
+
+  def measure(self, params: PyTree, state: PyTree, data: PyTree) -> Any:
+    """Return `evaluate` with the state if the task has one."""
+    if self.has_state:
+      return self.evaluate(params, state, data)  # pyright: ignore
+    return self.evaluate(params, data)
 
   # The next three methods are for tasks that do not train on a fixed data set:
   # federated tasks override `gradient`; reinforcement learning keeps its
@@ -143,6 +218,48 @@ class Task:
     """Return (the next state, this step's batch)."""
     del params
     return env_state, self.batches(data, key, step)
+
+
+# What --optimizer names, each with the task's learning-rate schedule.
+OPTIMIZERS: dict[str, Any] = {
+  "adam": optax.adam,
+  "adamw": optax.adamw,
+  "lion": optax.lion,
+  "momentum": lambda rate: optax.sgd(rate, momentum=0.9),
+  "rmsprop": optax.rmsprop,
+  "sgd": optax.sgd,
+}
+
+
+def with_optimizer(task: Task, name: str) -> Task:
+  """Return a task with another optimizer at the same learning rates.
+
+  Args:
+    task: a task without an optimizer of its own.
+    name: a name in `OPTIMIZERS`.
+
+  Returns:
+    The task.
+
+  Raises:
+    ValueError: the name is unknown, or the task has an optimizer of its own.
+
+  Example:
+    >>> with_optimizer(Task(), "sgd").optimizer() is None
+    False
+  """
+  if name not in OPTIMIZERS:
+    hint = _tools.nearest(name, OPTIMIZERS)
+    raise ValueError(f"--optimizer {name!r} is unknown; {hint}")
+  if task.own_optimizer:
+    raise ValueError(
+      f"--optimizer {name!r}: task {task.name!r} has an optimizer of its own; "
+      "make it an option of the task, and use --set"
+    )
+  changed = copy.copy(task)
+  optimizer = lambda: OPTIMIZERS[name](task.schedule())
+  object.__setattr__(changed, "optimizer", optimizer)
+  return changed
 
 
 class Classification(Task):
@@ -176,6 +293,9 @@ class Classification(Task):
       "x": self.prepare(data["train_x"][rows]),
       "y": data["train_y"][rows],
     }
+
+  def inputs(self, batch: PyTree) -> jax.Array:
+    return batch["x"]
 
   def example(self, data: PyTree) -> jax.Array:
     return self.prepare(data["test_x"][: self.batch_size])

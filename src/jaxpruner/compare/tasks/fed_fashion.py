@@ -40,6 +40,10 @@ class FedFashion(fashion.Fashion):
     data = super().load(folder)
     return data | {"clients": dirichlet_split(data["train_y"])}
 
+  def inputs(self, batch: Any) -> jax.Array:
+    images = batch["x"].reshape(-1, *batch["x"].shape[3:])
+    return self.prepare(images)
+
   def optimizer(self) -> optax.GradientTransformation:
     return optax.adam(self.learning_rate)
 

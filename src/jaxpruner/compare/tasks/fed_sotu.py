@@ -54,6 +54,9 @@ class FedSotu(sotu.Sotu):
       "test": np.frombuffer(b"\n".join(held_out), np.uint8),
     }
 
+  def inputs(self, batch: jax.Array) -> jax.Array:
+    return batch.reshape(-1, batch.shape[-1])[:, :-1]
+
   def optimizer(self) -> optax.GradientTransformation:
     return optax.adam(self.learning_rate)
 

@@ -89,6 +89,9 @@ class Sotu(base.Task):
     rows = starts[:, None] + jnp.arange(self.context + 1)
     return text[rows].astype(jnp.int32)
 
+  def inputs(self, batch: jax.Array) -> jax.Array:
+    return batch[:, :-1]
+
   def example(self, data: Any) -> jax.Array:
     text = data["test"][: self.batch_size * self.context]
     return text.reshape(self.batch_size, self.context).astype(jnp.int32)

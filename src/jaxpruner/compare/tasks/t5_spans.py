@@ -104,6 +104,11 @@ class T5Spans(sotu.Sotu):
     kept = size - SPANS * (SPAN - 1)
     return jnp.take_along_axis(source, order, 1)[:, :kept], target
 
+  def inputs(self, batch: jax.Array) -> Any:
+    source, target = self.corrupt(batch[:, : self.context], jax.random.key(0))
+    shifted = jnp.pad(target[:, :-1], ((0, 0), (1, 0)), constant_values=START)
+    return source, shifted
+
   def example(self, data: Any) -> Any:
     text = super().example(data)
     source, target = self.corrupt(text, jax.random.key(0))
