@@ -48,7 +48,7 @@ from jaxpruner.sparsity_types import (
 )
 
 # Imported on first use: `import jaxpruner` stays light.
-_ON_USE = ("plot", "post_training", "sparse", "tickets")
+_ON_USE = ("kept", "plot", "post_training", "sparse", "tickets")
 
 __all__ = [
   *algorithms.__all__,

@@ -4,6 +4,8 @@ from jaxpruner import _on_use
 
 _MODULES = {
   "KeptTensor": "tensors",
+  "KeptState": "updaters",
+  "KeptUpdater": "updaters",
   "Layout": "layouts",
   "create": "tensors",
   "from_dense": "tensors",

@@ -82,3 +82,9 @@ def lowest(words: Array, count: Array) -> Array:
 
   start = (jnp.zeros_like(words), words, room)
   return jax.lax.fori_loop(0, WORD, take, start)[0]
+
+
+def contains(words: Array, positions: Array) -> Array:
+  """Return whether each position is in the set."""
+  place = (positions & 31).astype(jnp.uint32)
+  return (words[positions >> 5] >> place) & 1 == 1

@@ -152,7 +152,9 @@ def create(
   initializer: str | Initializer = "lecun_normal",
   dtype: Any = jnp.float32,
   split: int | None = None,
+  fan_in: int | None = None,
   name: str = "",
+  positions_key: Any = None,
 ) -> KeptTensor:
   """Create a random sparse weight without ever making the dense array.
 
@@ -168,7 +170,9 @@ def create(
       count, shape, dtype) -> values`.
     dtype: dtype of the values.
     split: as in `from_dense`.
+    fan_in: inputs of each output, for the variance; by default the rows.
     name: the path of the weight, which the positions depend on.
+    positions_key: another key for the positions, such as that of an updater.
 
   Returns:
     A `KeptTensor`.
@@ -183,10 +187,14 @@ def create(
   split = check_form(shape, dtype, split, name)
   count = int(mask_calculator.num_ones(int(np.prod(shape)), sparsity))
   data = jax.random.key_data(key) if is_key(key) else key
-  layout = _random_layout(data, name, tuple(shape), split, count)
+  places = data if positions_key is None else positions_key
+  layout = _random_layout(places, name, tuple(shape), split, count)
   drawn = jax.random.fold_in(jax.random.wrap_key_data(data), 1)
   drawn = jax.random.fold_in(drawn, choosing.path_number(name))
-  return KeptTensor(_initial(initializer, drawn, count, shape, split, dtype), layout)
+  rows, columns = layouts.fold(shape, split)
+  fans = (fan_in or rows, rows * columns // (fan_in or rows))
+  values = _initial(initializer, drawn, count, shape, fans, dtype)
+  return KeptTensor(values, layout)
 
 
 def is_key(key: Any) -> bool:
@@ -198,11 +206,11 @@ def _random_layout(data, name, shape, split, count) -> Layout:
   rows, columns = layouts.fold(shape, split)
   names = tuple(name.split("/"))
   score = choosing.random_scores(data, 0, names, columns)
-  words = choosing.highest(score, rows, columns, count)
+  words = choosing.highest(score, rows, columns, count, count)
   return _arranged(bitmaps.positions(words, count), shape, split, name)
 
 
-def _initial(initializer, key, count, shape, split, dtype) -> Array:
+def _initial(initializer, key, count, shape, fans, dtype) -> Array:
   if callable(initializer):
     values = initializer(key, count, tuple(shape), dtype)
     if np.shape(values) != (count,):
@@ -213,7 +221,7 @@ def _initial(initializer, key, count, shape, split, dtype) -> Array:
     return jnp.asarray(values, dtype)
   if initializer == "zeros":
     return jnp.zeros(count, dtype)
-  fan_in, fan_out = layouts.fold(shape, split)
+  fan_in, fan_out = fans
   variances = {
     "lecun_normal": 1 / fan_in,
     "he_normal": 2 / fan_in,
