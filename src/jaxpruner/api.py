@@ -1,6 +1,7 @@
 """The table of algorithms, and updaters from configuration."""
 
 import dataclasses
+import importlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -245,9 +246,8 @@ def _stored(config: dict[str, Any]) -> Any:
       f'storage={storage!r} must be "masked" (dense arrays and masks) or '
       '"kept" (arrays of the size of what is kept)'
     )
-  from jaxpruner.kept import updaters
-
-  return updaters.KeptUpdater(updater)
+  # By name: the storage stands above the core, and is loaded on use.
+  return importlib.import_module("jaxpruner.kept").KeptUpdater(updater)
 
 
 def _check_keys(config: Mapping[str, Any], fields: set[str]) -> None:

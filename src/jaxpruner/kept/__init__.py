@@ -2,17 +2,23 @@
 
 from jaxpruner import _on_use
 
+# name -> the module below jaxpruner.kept that defines it
 _MODULES = {
-  "KeptTensor": "tensors",
   "KeptState": "updaters",
+  "KeptTensor": "tensors",
   "KeptUpdater": "updaters",
+  "LayerBytes": "report",
   "Layout": "layouts",
+  "TrainingBytes": "report",
   "create": "tensors",
   "from_dense": "tensors",
   "join": "tensors",
   "lift": "lifting",
+  "load": "files",
+  "save": "files",
   "split": "tensors",
   "todense": "tensors",
+  "training_bytes": "report",
 }
 
 __all__ = sorted(_MODULES)  # pyright: ignore[reportUnsupportedDunderAll]
