@@ -6,6 +6,7 @@ import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
@@ -18,7 +19,10 @@ STATIC = kept.KeptUpdater(jaxpruner.StaticRandomSparse())
 def check(model, params, *inputs):
   """Compare value and gradients, with every matrix in the tree kept."""
   rng = np.random.default_rng(0)
-  prunable = lambda leaf: np.ndim(leaf) >= 2 and bool(np.any(leaf))
+
+  def prunable(leaf):  # no bias, whatever its shape
+    return leaf.ndim >= 2 and leaf.size > max(leaf.shape) and np.any(leaf)
+
   masks = jax.tree.map(
     lambda leaf: rng.random(leaf.shape) < 0.5 if prunable(leaf) else None,
     params,
@@ -52,7 +56,7 @@ def test_linen_convolutions_attention_and_dense_layers():
     def __call__(self, x):
       x = nn.relu(nn.Conv(8, (3, 3), strides=2)(x))
       x = nn.Conv(6, (1, 1))(x).reshape(x.shape[0], -1, 6)
-      x = x + nn.SelfAttention(2)(x)
+      x = x + nn.MultiHeadDotProductAttention(2)(x)
       return nn.remat(nn.Dense)(5)(x)
 
   model, x = Model(), normal(2, 8, 8, 3)
@@ -119,3 +123,38 @@ def test_an_unsupported_use_names_the_layer_and_the_way_out():
   scan = lambda p, x: jax.lax.scan(lambda h, w: (h @ w, None), x, p["w"])[0]
   with pytest.raises(ValueError, match="'w'.*sliced by a scan"):
     kept.lift(scan)(stacked, jnp.ones((1, 2)))
+
+
+def test_inputs_and_cotangents_give_the_dense_gradient():
+  """Of a weight used in a scan, transposed, and looked up: the sum of uses."""
+
+  def model(p, x, ids):
+    step = lambda h, _: (jnp.tanh(h @ p["w"]), None)
+    last, _ = jax.lax.scan(step, x, None, length=3)
+    return last @ p["w"].T + p["w"][ids]
+
+  pruner = kept.KeptUpdater(jaxpruner.RigL(rng_seed=0))
+  weights = {"w": kept.from_dense(normal(6, 6), normal(6, 6) > 0)}
+  with pytest.warns(UserWarning, match="never change its masks"):
+    state = pruner.wrap_optax(optax.sgd(0.1)).init(weights)
+  params, _ = kept.split(weights)
+  inputs = normal(4, 6), jnp.array([0, 5, 5, 2])
+  lifted = kept.lift(model)
+
+  def loss(p, state):
+    seen = pruner.pre_forward_update(p, state)
+    return jnp.sum(jnp.sin(lifted(seen, *inputs)))
+
+  _, grads, growth = jax.jit(pruner.value_and_grad(loss))(params, state)
+  dense, _ = kept.todense(weights)
+  full = jax.jit(jax.grad(lambda p: jnp.sum(jnp.sin(model(p, *inputs)))))(dense)
+  rows = lambda a: a.reshape(-1, a.shape[-1])
+  total = 0.0
+  for left, right in growth["w"]:
+    if jnp.issubdtype(left.dtype, jnp.integer):
+      left = jax.nn.one_hot(left, 6)
+    total += rows(left).T @ rows(right)
+  np.testing.assert_allclose(total, full["w"], rtol=1e-4, atol=1e-5)
+  np.testing.assert_allclose(
+    grads["w"], weights["w"].layout.gather(full["w"]), rtol=1e-4, atol=1e-5
+  )

@@ -231,4 +231,3 @@ def all_finite(pairs: list[tuple[Array, Array]]) -> Array:
   """Return whether all factors are finite, and so all their products' sums."""
   found = [jnp.all(jnp.isfinite(a)) for pair in pairs for a in pair]
   return jnp.all(jnp.stack(found)) if found else jnp.bool_(True)
-

@@ -152,8 +152,10 @@ class _Lifter:
     callee = jaxprs.callee(node.eqn)
     if callee is not None and node.name not in _RULED:
       return self._call(node, callee, args)
+    if node.name == "scan":
+      return _scan(self, node, *args)
     rule = _RULES.get(node.name)
-    results = None if rule is None else rule(self, node, *args)
+    results = None if rule is None else rule(node, *args)
     if results is None:
       reason = "it has no sparse form"
       dense = [self.decoded(a, node, reason) for a in args]
@@ -167,7 +169,9 @@ class _Lifter:
     path = value.tensor.layout.name
     if not self.densify:
       if node is None:
-        raise ValueError(f"kept.lift: the parameter {path!r}: {reason}; {_CURE}")
+        raise ValueError(
+          f"kept.lift: the parameter {path!r}: {reason}; {_CURE}"
+        )
       raise program.unsupported("kept.lift", node, reason, _CURE, path)
     warnings.warn(
       f"kept.lift: the parameter {path!r} is decoded to its dense size: "
@@ -186,7 +190,7 @@ class _Lifter:
     return jax.checkpoint(inner, policy=policy, prevent_cse=cse)(args)
 
 
-def _convert(lifter: _Lifter, node: Node, view: _View) -> list[Any] | None:
+def _convert(node: Node, view: _View) -> list[Any] | None:
   dtype = node.params["new_dtype"]
   if not jnp.issubdtype(dtype, jnp.floating):
     return None
@@ -194,17 +198,18 @@ def _convert(lifter: _Lifter, node: Node, view: _View) -> list[Any] | None:
   return [_View(tensor, view.order)]
 
 
-def _stop(lifter: _Lifter, node: Node, view: _View) -> list[Any]:
+def _stop(node: Node, view: _View) -> list[Any]:
+  del node
   values = jax.lax.stop_gradient(view.tensor.values)
   return [_View(view.tensor.with_values(values), view.order)]
 
 
-def _transpose(lifter: _Lifter, node: Node, view: _View) -> list[Any]:
+def _transpose(node: Node, view: _View) -> list[Any]:
   order = tuple(view.order[d] for d in node.params["permutation"])
   return [_View(view.tensor, order)]
 
 
-def _reshape(lifter: _Lifter, node: Node, view: _View) -> list[Any] | None:
+def _reshape(node: Node, view: _View) -> list[Any] | None:
   """Fold the same matrix from other axes, if rows and columns stay apart."""
   shape = tuple(node.outputs[0].shape)
   layout = view.tensor.layout
@@ -238,7 +243,7 @@ def _multiply(x: Array, view: _View, columns: bool) -> Array:
   return y.reshape(*x.shape[:-1], -1)
 
 
-def _dot(lifter: _Lifter, node: Node, lhs: Any, rhs: Any) -> list[Any] | None:
+def _dot(node: Node, lhs: Any, rhs: Any) -> list[Any] | None:
   (lc, rc), batch = node.params["dimension_numbers"]
   if any(map(len, batch)) or (_is_view(lhs) and _is_view(rhs)):
     return None
@@ -273,7 +278,7 @@ def _unfolded(y: Array, view: _View, axes: Sequence[int]) -> Array:
   return jnp.transpose(y, order)
 
 
-def _conv(lifter: _Lifter, node: Node, lhs: Any, rhs: Any) -> list[Any] | None:
+def _conv(node: Node, lhs: Any, rhs: Any) -> list[Any] | None:
   p = node.params
   spec = p["dimension_numbers"]
   if _is_view(lhs) or p["feature_group_count"] * p["batch_group_count"] != 1:
@@ -303,9 +308,7 @@ def _conv(lifter: _Lifter, node: Node, lhs: Any, rhs: Any) -> list[Any] | None:
   return [jnp.transpose(y, order).astype(node.outputs[0].dtype)]
 
 
-def _gather(
-  lifter: _Lifter, node: Node, view: Any, indices: Any
-) -> list[Any] | None:
+def _gather(node: Node, view: Any, indices: Any) -> list[Any] | None:
   """Look up whole rows of an embedding."""
   if not _is_view(view):
     return None
@@ -373,42 +376,70 @@ def _scan(lifter: _Lifter, node: Node, *args: Any) -> list[Any]:
     )
   )
   noting = capture.active()
+  if noting is None:
 
-  def body(carry, parts):
-    parts, zeros = parts
-    with capture.capturing(zeros) as inner:
-      out = lifter.run(scan.body, [*shared, *carry, *parts])
-    out = [lifter.decoded(o, node, "a scan returns it") for o in out]
-    inputs = {
-      name: [x for x, _ in seen] for name, seen in inner.inputs.items()
-    }
-    body.found = inner
-    return out[: len(carry)], (out[len(carry) :], inputs if noting else None)
+    def body(carry, parts):
+      out = _dense_results(lifter, node, scan, [*shared, *carry, *parts])
+      return out[: len(carry)], out[len(carry) :]
 
-  body.found = None
-  zeros = None
-  if noting is not None:
-    slices = [jax.eval_shape(lambda a: a[0], x) for x in xs]
-    jax.eval_shape(body, start, (slices, None))
-    zeros = {}
-    for name, shapes in body.found.shapes.items():
-      for s in shapes:
-        stacked = jax.ShapeDtypeStruct((scan.length, *s.shape), s.dtype)
-        zeros.setdefault(name, []).append(noting.add(name, stacked))
-    if any(z is None for added in zeros.values() for z in added):
-      zeros = None
-  carry, (ys, inputs) = jax.lax.scan(
+    carry, ys = _run_scan(scan, body, start, xs)
+    return [*carry, *ys]
+  return _noting_scan(lifter, node, scan, shared, start, xs, noting)
+
+
+def _run_scan(scan: jaxprs.Scan, body: Any, start: Any, xs: Any) -> Any:
+  return jax.lax.scan(
     body,
     start,
-    (xs, zeros),
+    xs,
     length=scan.length,
     reverse=scan.reverse,
     unroll=scan.unroll,
   )
-  if noting is not None:
-    for name, seen in inputs.items():
-      sides = [side for _, side in body.found.inputs[name]]
-      noting.inputs.setdefault(name, []).extend(zip(seen, sides, strict=True))
+
+
+def _dense_results(
+  lifter: _Lifter, node: Node, scan: jaxprs.Scan, args: list[Any]
+) -> list[Any]:
+  out = lifter.run(scan.body, args)
+  return [lifter.decoded(o, node, "a scan returns it") for o in out]
+
+
+def _noting_scan(
+  lifter: _Lifter,
+  node: Node,
+  scan: jaxprs.Scan,
+  shared: Sequence[Any],
+  start: list[Any],
+  xs: list[Any],
+  noting: capture.Capture,
+) -> list[Any]:
+  """Run a scan that also returns the inputs of its products, step by step."""
+  found: list[capture.Capture] = []
+
+  def body(carry, parts):
+    parts, zeros = parts
+    with capture.capturing(zeros) as inner:
+      out = _dense_results(lifter, node, scan, [*shared, *carry, *parts])
+    found.append(inner)
+    inputs = {n: [x for x, _ in uses] for n, uses in inner.inputs.items()}
+    return out[: len(carry)], (out[len(carry) :], inputs)
+
+  # The first look tells the shapes of what is to be noted.
+  slices = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in xs]
+  jax.eval_shape(body, start, (slices, None))
+  zeros: Any = {
+    name: [
+      noting.add(name, jax.ShapeDtypeStruct((scan.length, *s.shape), s.dtype))
+      for s in shapes
+    ]
+    for name, shapes in found[0].shapes.items()
+  }
+  zeros = None if noting.zeros is None else zeros
+  carry, (ys, inputs) = _run_scan(scan, body, start, (xs, zeros))
+  for name, seen in inputs.items():
+    sides = [side for _, side in found[0].inputs[name]]
+    noting.inputs.setdefault(name, []).extend(zip(seen, sides, strict=True))
   return [*carry, *ys]
 
 
@@ -418,7 +449,6 @@ _RULES: dict[str, Callable[..., list[Any] | None]] = {
   "dot_general": _dot,
   "gather": _gather,
   "reshape": _reshape,
-  "scan": _scan,
   "stop_gradient": _stop,
   "transpose": _transpose,
 }

@@ -48,7 +48,7 @@ def product(
   """
   dtype = jnp.result_type(x, values)
   wide = jnp.float32 if jnp.finfo(dtype).bits < 32 else dtype
-  y = _product(x.astype(wide), values.astype(wide), layout, transposed)
+  y: Any = _product(x.astype(wide), values.astype(wide), layout, transposed)
   return y.astype(dtype)
 
 

@@ -78,12 +78,14 @@ class TrainingBytes:
     rows: list[tuple[str, ...]] = [head]
     for l in self.layers:
       numbers = (l.weights, l.gradients, l.moments, l.indices)
-      rows.append((
-        l.name,
-        "x".join(map(str, l.shape)),
-        *map(str, numbers),
-        f"{l.total / max(l.dense, 1):.3f}x",
-      ))
+      rows.append(
+        (
+          l.name,
+          "x".join(map(str, l.shape)),
+          *map(str, numbers),
+          f"{l.total / max(l.dense, 1):.3f}x",
+        )
+      )
     widths = [max(len(r[i]) for r in rows) for i in range(len(head))]
     lines = [
       "  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)).rstrip()
@@ -116,7 +118,6 @@ def training_bytes(params: Any, opt_state: KeptState) -> TrainingBytes:
     True
   """
 
-
   rows, treedef = _leaves.flatten_with_names(params)
   places = treedef.flatten_up_to(opt_state.layouts)
   owners = Owners(params)
@@ -142,5 +143,3 @@ def training_bytes(params: Any, opt_state: KeptState) -> TrainingBytes:
       )
     )
   return TrainingBytes(tuple(layers))
-
-

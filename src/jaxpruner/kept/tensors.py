@@ -59,9 +59,7 @@ class KeptTensor(formats.Sparse):
         f"x has shape {x.shape}, w {self.shape}: x @ w needs a matrix whose "
         "rows match x's last axis; kept.lift handles other products"
       )
-    y = products.product(
-      x.reshape(-1, x.shape[-1]), self.values, self.layout
-    )
+    y = products.product(x.reshape(-1, x.shape[-1]), self.values, self.layout)
     return y.reshape(*x.shape[:-1], -1)
 
 
@@ -104,11 +102,13 @@ def from_dense(
     raise ValueError(
       f"params leaf {name!r}: the mask keeps no weight; keep at least one"
     )
-  layout = _arranged(jnp.asarray(positions), weight.shape, split, name)
+  layout = layouts.from_sorted(positions, weight.shape, split, name)
   return KeptTensor(jnp.asarray(weight.reshape(-1)[positions]), layout)
 
 
-def check_form(shape: Any, dtype: Any, split: int | None, name: str = "") -> int:
+def check_form(
+  shape: Any, dtype: Any, split: int | None, name: str = ""
+) -> int:
   """Return a checked `split`; raise if the weight has no kept form."""
   about = f"params leaf {name!r}: " if name else ""
   if not jnp.issubdtype(dtype, jnp.floating):
@@ -212,7 +212,7 @@ def _random_layout(data, name, shape, split, count) -> Layout:
 
 def _initial(initializer, key, count, shape, fans, dtype) -> Array:
   if callable(initializer):
-    values = initializer(key, count, tuple(shape), dtype)
+    values: Any = initializer(key, count, tuple(shape), dtype)
     if np.shape(values) != (count,):
       raise ValueError(
         f"initializer returned shape {np.shape(values)} for {count} kept "
@@ -323,4 +323,3 @@ def todense(params: Any) -> tuple[Any, Any]:
     is_leaf=is_kept,
   )
   return dense, masks
-

@@ -1,4 +1,4 @@
-"""Sparse training at kept size: the updater's configuration, another storage."""
+"""Sparse training at kept size: an updater's algorithm in another storage."""
 
 import dataclasses
 from collections.abc import Callable
@@ -10,8 +10,15 @@ import numpy as np
 import optax
 from jax import Array
 
-from jaxpruner import _leaves, _moments, _state, algorithms, base_updater
-from jaxpruner import sparsity_types
+from jaxpruner import (
+  _leaves,
+  _moments,
+  _state,
+  _transform,
+  algorithms,
+  base_updater,
+  sparsity_types,
+)
 from jaxpruner.algorithms import criteria
 from jaxpruner.kept import capture, choosing, folding, rewiring, tensors
 from jaxpruner.kept.layouts import Layout
@@ -221,9 +228,9 @@ class KeptUpdater:
 
     def carry(path, leaf):
       owner = owners.find(path)
-      layout = None if owner is None else places[owner]
-      if layout is None:
+      if owner is None or places[owner] is None:
         return leaf
+      layout = places[owner]
       if not per_weight(leaf, np.shape(leaves[owner])):
         if np.size(leaf) <= 1:
           return leaf
@@ -257,11 +264,12 @@ class KeptUpdater:
       `update` gradients and parameters of kept size. Algorithms that grow by
       gradient need `update(…, growth=growth)` from `value_and_grad`.
     """
+    _transform._warn_if_never_updates(self.updater)
     inner = optax.with_extra_args_support(inner)
 
-    def init(weights: PyTree) -> KeptState:
-      params, _ = tensors.split(weights)
-      return self._start(weights)._replace(inner_state=inner.init(params))
+    def init(params: PyTree) -> KeptState:
+      values, _ = tensors.split(params)
+      return self._start(params)._replace(inner_state=inner.init(values))
 
     def update(updates, state, params=None, *, growth=None, **extra):
       if params is None:
@@ -345,9 +353,7 @@ class KeptUpdater:
 
     def run(params, opt_state, *args, **kwargs):
       with capture.capturing(None) as seen:
-        jax.eval_shape(
-          lambda p: loss_fn(p, opt_state, *args, **kwargs), params
-        )
+        jax.eval_shape(lambda p: loss_fn(p, opt_state, *args, **kwargs), params)
 
       def noted(params, zeros):
         with capture.capturing(zeros) as now:
@@ -580,9 +586,13 @@ def _check_updater(updater: Any) -> None:
       f"KeptUpdater: {name} with is_sparse_gradients=False reads gradients of "
       "weights that are not stored; set it to True"
     )
-  if not _rewires(updater):
-    return
-  base = algorithms.Rewiring
+  if isinstance(updater, algorithms.Rewiring):
+    _check_rewiring(updater)
+
+
+def _check_rewiring(updater: algorithms.Rewiring) -> None:
+  """Raise if a sparse trainer has parts without a kept form."""
+  name, base = type(updater).__name__, algorithms.Rewiring
   plain = all(
     getattr(type(updater), part) is getattr(base, part)
     for part in ("update_state", "survivors", "goals", "drop_scores",
@@ -604,4 +614,3 @@ def _check_updater(updater: Any) -> None:
       f"KeptUpdater: {name} with skip_gradients=False trains weights in the "
       "step in which they grow, before they have a gradient; set it to True"
     )
-
