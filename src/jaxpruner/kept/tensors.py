@@ -159,7 +159,8 @@ def create(
   """Create a random sparse weight without ever making the dense array.
 
   The positions are those of `static_sparse`'s initial mask for the same key and
-  the same path; the largest temporary array has one bit per weight.
+  the same path. Temporary arrays, bitmaps and counts of their bits, take about
+  1.6 bytes per weight of the dense shape together.
 
   Args:
     key: a PRNG key.
