@@ -352,7 +352,6 @@ class Writer:
 
   def add(self, name: str, array: np.ndarray) -> None:
     """Append one tensor."""
-    array = np.asarray(array, order="C")
     end = self._position + array.nbytes
     if len(self.entries) >= MAX_TENSORS:
       raise ValueError(
