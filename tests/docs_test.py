@@ -115,6 +115,7 @@ EXPORTERS = [
   "jaxpruner.activations",
   "jaxpruner.algorithms",
   "jaxpruner.criteria",
+  "jaxpruner.kept",
   "jaxpruner.mask_calculator",
   "jaxpruner.metrics",
   "jaxpruner.plot",

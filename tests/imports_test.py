@@ -51,6 +51,11 @@ ROOMS = {
     "warm_start", "search", "local", "mesh", "dispatch", "selection",
     "__init__",
   ],
+  "kept": [
+    "bitmaps", "layouts", "_kernel", "products", "capture", "choosing",
+    "folding", "tensors", "lifting", "rewiring", "updaters", "files",
+    "report", "__init__",
+  ],
   "program": [
     "primitives", "jaxprs", "tracing", "running", "errors", "owners",
     "windows", "__init__",
@@ -162,6 +167,12 @@ def test_pruning_after_training_knows_the_core_and_the_sparse_files():
     # Its command brings data sets along.
     more = {"datasets"} if path.stem.endswith("command") else set()
     assert imports(path) <= allowed | more, path
+
+
+def test_training_at_kept_size_knows_the_core_and_the_sparse_kernels():
+  allowed = set().union(*CORE) | {"sparse", "kept"}
+  for path in files("kept"):
+    assert imports(path) <= allowed, path
 
 
 @pytest.mark.parametrize("name", ["archives", "datasets"])

@@ -112,6 +112,7 @@ _MODULES = (
   "algorithms",
   "allocation",
   "criteria",
+  "kept",
   "mask_calculator",
   "metrics",
   "plot",

@@ -1,6 +1,7 @@
 """The table of algorithms, and updaters from configuration."""
 
 import dataclasses
+import importlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -173,6 +174,8 @@ def create_updater_from_config(
         `{"name": …, field: value}`.
       - `phases`: a list of configurations, each with the step `start` from
         which it applies (see `chain`); all other keys apply to every phase.
+      - `storage`: "masked" (the default) or "kept": `static_sparse`, `set` and
+        `rigl` at the size of what is kept, as a `kept.KeptUpdater`.
       - any further field of the algorithm, such as `drop_fraction`,
         `rng_seed`, `use_packed_masks`, `skip_gradients`.
 
@@ -215,6 +218,8 @@ def create_updater_from_config(
     for f in dataclasses.fields(cls)
     if f.name not in ("scheduler", "sparsity_distribution_fn")
   }
+  if "storage" in config:
+    return _stored(config)
   _check_keys(config, fields)
   if cls.category.start == "dense":
     return cls()
@@ -230,6 +235,21 @@ def create_updater_from_config(
   kwargs.update(distribution.build(config, kind, fields))
   kwargs["scheduler"] = schedule.build(cls, config)
   return cls(**kwargs)
+
+
+def _stored(config: dict[str, Any]) -> Any:
+  """Return the updater in the storage that a configuration asks for."""
+  storage = config.pop("storage")
+  updater = create_updater_from_config(config)
+  if storage == "masked":
+    return updater
+  if storage != "kept":
+    raise ValueError(
+      f'storage={storage!r} must be "masked" (dense arrays and masks) or '
+      '"kept" (arrays of the size of what is kept)'
+    )
+  # By name: the storage stands above the core, and is loaded on use.
+  return importlib.import_module("jaxpruner.kept").KeptUpdater(updater)
 
 
 def _check_keys(config: Mapping[str, Any], fields: set[str]) -> None:

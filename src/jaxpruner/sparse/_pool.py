@@ -27,7 +27,7 @@ _EXTENSION, _API, _CONTEXT, _ARGS, _RETS = 8, 16, 24, 40 + 32, 80 + 32
 _SCHEDULE, _NUM_THREADS = 136, 144
 # XLA_FFI_Buffer
 _DTYPE, _DATA, _RANK, _DIMS = 16, 24, 32, 40
-_BF16 = 16
+_U16, _BF16 = 7, 16
 
 # A job is an array of int64: these, and then whatever the work needs.
 NEXT, DONE, OWNERS, TASKS, FIRST_FREE = range(5)
@@ -198,3 +198,9 @@ def size(buffer):
 def item_size(buffer):
   """Return 2 for bfloat16, 4 for float32."""
   return 2 if read_i32(buffer + _DTYPE) == _BF16 else 4
+
+
+@jit
+def is_u16(buffer):
+  """Return whether a buffer holds unsigned 16-bit integers."""
+  return read_i32(buffer + _DTYPE) == _U16

@@ -1,0 +1,293 @@
+"""Products with kept weights as machine code that XLA calls directly.
+
+The batch comes in panels: `width` batch rows, transposed, so that one weight
+scales a row of neighbours at once. A list holds the weights that meet one index
+of the result; its sums stay in registers. The gradients walk the lists of the
+other side: a row of cotangents, once loaded, serves the gradient of the input
+and the gradient of the weight.
+"""
+
+from typing import Any
+
+import llvmlite.binding as llvm
+from llvmlite import ir
+from numba import cfunc, types
+from numba.core import cgutils
+
+from jaxpruner.sparse import _pool, _simd
+from jaxpruner.sparse._pool import field, set_field
+from jaxpruner.sparse._simd import (
+  F32,
+  I16,
+  I32,
+  I64,
+  intrinsic,
+  read_i32,
+)
+
+jit = _pool.jit
+VECTOR = _simd.WIDTH
+# Vectors per panel row: registers hold two rows of four and a weight.
+SIZES = (1, 2, 4)
+# Work (weights × vectors of batch) below which a second thread costs more than
+# it brings.
+GRAIN = 60_000
+TASKS_PER_THREAD = 8
+
+(
+  X, G, VALUES, STARTS, INDICES, SLOTS, Y, DV, PANELS, IN_SIZE, OUT_SIZE,
+  LISTS, VECTORS, WIDE, BACK, STEP, FIELDS,
+) = range(_pool.FIRST_FREE, _pool.FIRST_FREE + 17)  # fmt: skip
+
+
+def _entry(b: Any, values: Any, indices: Any, slots: Any, at: Any, wide: bool):
+  """Load an entry of a list: its weight's slot, the weight and its index."""
+  kind, size = (I32, 4) if wide else (I16, 2)
+  index = _simd._load(b, b.add(indices, b.mul(at, I64(size))), kind)
+  slot = _simd._load(b, b.add(slots, b.mul(at, I64(4))), I32)
+  place = b.mul(b.zext(slot, I64), I64(4))
+  value = _simd._load(b, b.add(values, place), F32, 4)
+  return b.zext(index, I64), place, value
+
+
+def _sums(vectors: int, wide: bool) -> Any:
+  """Make `f(x, values, indices, slots, begin, end, y)`: one list's product."""
+  kind, row = ir.VectorType(F32, VECTOR), 4 * VECTOR * vectors
+
+  @intrinsic
+  def f(_, x, values, indices, slots, begin, end, y):
+    def emit(context, b, signature, args):
+      x, values, indices, slots, begin, end, y = args
+      sums = [cgutils.alloca_once(b, kind) for _ in range(vectors)]
+      for total in sums:
+        b.store(_simd._zero(VECTOR), total)
+      with cgutils.for_range(b, b.sub(end, begin)) as loop:
+        at = b.add(begin, loop.index)
+        index, _, value = _entry(b, values, indices, slots, at, wide)
+        weight = _simd._splat(b, value, VECTOR)
+        source = b.add(x, b.mul(index, I64(row)))
+        for v, total in enumerate(sums):
+          part = _simd._load(b, b.add(source, I64(4 * VECTOR * v)), kind, 4)
+          b.store(_simd._fma(b, weight, part, b.load(total)), total)
+      for v, total in enumerate(sums):
+        _simd._store(b, b.load(total), b.add(y, I64(4 * VECTOR * v)))
+      return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 7), emit
+
+  return f
+
+
+def _gradients(vectors: int, wide: bool) -> Any:
+  """Make both gradients of one list.
+
+  `f(x, g, values, indices, slots, begin, end, dx, dv, first)`: x is the list's
+  own row; `first` says that dv has no sum of earlier panels yet.
+  """
+  kind, row = ir.VectorType(F32, VECTOR), 4 * VECTOR * vectors
+
+  @intrinsic
+  def f(_, x, g, values, indices, slots, begin, end, dx, dv, first):
+    def emit(context, b, signature, args):
+      x, g, values, indices, slots, begin, end, dx, dv, first = args
+      own = [
+        _simd._load(b, b.add(x, I64(4 * VECTOR * v)), kind, 4)
+        for v in range(vectors)
+      ]
+      sums = [cgutils.alloca_once(b, kind) for _ in range(vectors)]
+      for total in sums:
+        b.store(_simd._zero(VECTOR), total)
+      reduce = _simd._function(
+        b, f"llvm.vector.reduce.fadd.v{VECTOR}f32", F32, F32, kind
+      )
+      with cgutils.for_range(b, b.sub(end, begin)) as loop:
+        at = b.add(begin, loop.index)
+        index, place, value = _entry(b, values, indices, slots, at, wide)
+        weight = _simd._splat(b, value, VECTOR)
+        source = b.add(g, b.mul(index, I64(row)))
+        dot = None
+        for v, total in enumerate(sums):
+          part = _simd._load(b, b.add(source, I64(4 * VECTOR * v)), kind, 4)
+          b.store(_simd._fma(b, weight, part, b.load(total)), total)
+          if dot is None:
+            dot = b.fmul(own[v], part)
+          else:
+            dot = _simd._fma(b, own[v], part, dot)
+        scalar = b.call(reduce, [F32(0.0), dot], fastmath=("fast",))
+        target = b.add(dv, place)
+        before = _simd._load(b, target, F32, 4)
+        before = b.select(first, F32(0.0), before)
+        _simd._store(b, b.fadd(before, scalar), target)
+      for v, total in enumerate(sums):
+        _simd._store(b, b.load(total), b.add(dx, I64(4 * VECTOR * v)))
+      return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 9, types.boolean), emit
+
+  return f
+
+
+_sums1, _sums2, _sums4 = (_sums(v, False) for v in SIZES)
+_wide_sums1, _wide_sums2, _wide_sums4 = (_sums(v, True) for v in SIZES)
+_grad1, _grad2, _grad4 = (_gradients(v, False) for v in SIZES)
+_wide_grad1, _wide_grad2, _wide_grad4 = (_gradients(v, True) for v in SIZES)
+
+
+@jit
+def _lists(job, begin, end):
+  """Multiply the lists begin … end - 1, panel by panel."""
+  vectors, wide = field(job, VECTORS), field(job, WIDE)
+  row = 4 * VECTOR * vectors
+  values, slots = field(job, VALUES), field(job, SLOTS)
+  indices, starts = field(job, INDICES), field(job, STARTS)
+  for panel in range(field(job, PANELS)):
+    x = field(job, X) + panel * field(job, IN_SIZE) * row
+    y = field(job, Y) + panel * field(job, OUT_SIZE) * row
+    for i in range(begin, end):
+      first = int(read_i32(starts + 4 * i))
+      last = int(read_i32(starts + 4 * i + 4))
+      args = (x, values, indices, slots, first, last, y + i * row)
+      if wide == 0:
+        if vectors == 4:
+          _sums4(*args)
+        elif vectors == 2:
+          _sums2(*args)
+        else:
+          _sums1(*args)
+      elif vectors == 4:
+        _wide_sums4(*args)
+      elif vectors == 2:
+        _wide_sums2(*args)
+      else:
+        _wide_sums1(*args)
+
+
+@jit
+def _back_lists(job, begin, end):
+  """Make both gradients of the lists begin … end - 1, panel by panel."""
+  vectors, wide = field(job, VECTORS), field(job, WIDE)
+  row = 4 * VECTOR * vectors
+  values, slots, dv = field(job, VALUES), field(job, SLOTS), field(job, DV)
+  indices, starts = field(job, INDICES), field(job, STARTS)
+  for panel in range(field(job, PANELS)):
+    x = field(job, X) + panel * field(job, OUT_SIZE) * row
+    g = field(job, G) + panel * field(job, IN_SIZE) * row
+    dx = field(job, Y) + panel * field(job, OUT_SIZE) * row
+    for i in range(begin, end):
+      first = int(read_i32(starts + 4 * i))
+      last = int(read_i32(starts + 4 * i + 4))
+      at = i * row
+      args = (
+        x + at, g, values, indices, slots, first, last, dx + at, dv, panel == 0,
+      )  # fmt: skip
+      if wide == 0:
+        if vectors == 4:
+          _grad4(*args)
+        elif vectors == 2:
+          _grad2(*args)
+        else:
+          _grad1(*args)
+      elif vectors == 4:
+        _wide_grad4(*args)
+      elif vectors == 2:
+        _wide_grad2(*args)
+      else:
+        _wide_grad1(*args)
+
+
+@jit
+def _work(job):
+  """Take tasks until there are none."""
+  tasks, step, lists = (
+    field(job, _pool.TASKS),
+    field(job, STEP),
+    field(job, LISTS),
+  )
+  index = _pool.atomic_add(job + 8 * _pool.NEXT, 1)
+  while index < tasks:
+    begin, end = index * step, min(lists, (index + 1) * step)
+    if field(job, BACK):
+      _back_lists(job, begin, end)
+    else:
+      _lists(job, begin, end)
+    _pool.atomic_add(job + 8 * _pool.DONE, 1)
+    index = _pool.atomic_add(job + 8 * _pool.NEXT, 1)
+
+
+@cfunc(types.void(types.int64), cache=True)
+def _task(job):
+  _work(job)
+  _pool.release(job)
+
+
+TASK_SYMBOL = "jaxpruner_kept_task"
+llvm.add_symbol(TASK_SYMBOL, _task.address)
+_task_address = _pool.symbol(TASK_SYMBOL)
+
+
+@jit
+def _run(frame, back):
+  """Cut the lists into tasks and share them.
+
+  Operands: x panels (P, K, width), [g panels,] values, starts, indices, slots.
+  Results: panels (P, lists, width) [, dv].
+  """
+  y = _pool.result(frame, 0)
+  if _pool.size(y) == 0:
+    return
+  x, more = _pool.argument(frame, 0), 1 if back else 0
+  values, starts, indices, slots = (
+    _pool.argument(frame, 1 + more),
+    _pool.argument(frame, 2 + more),
+    _pool.argument(frame, 3 + more),
+    _pool.argument(frame, 4 + more),
+  )
+  job = _pool.malloc(8 * (FIELDS + 1))
+  set_field(job, _pool.NEXT, 0)
+  set_field(job, _pool.DONE, 0)
+  set_field(job, X, _pool.data(x))
+  set_field(job, VALUES, _pool.data(values))
+  set_field(job, STARTS, _pool.data(starts))
+  set_field(job, INDICES, _pool.data(indices))
+  set_field(job, SLOTS, _pool.data(slots))
+  set_field(job, Y, _pool.data(y))
+  set_field(job, BACK, more)
+  lists = _pool.dim(y, 1)
+  panels, vectors = _pool.dim(y, 0), _pool.dim(y, 2) // VECTOR
+  set_field(job, LISTS, lists)
+  set_field(job, OUT_SIZE, lists)
+  set_field(job, PANELS, panels)
+  set_field(job, VECTORS, vectors)
+  set_field(job, WIDE, 0 if _pool.is_u16(indices) else 1)
+  inner = x
+  if back:
+    inner = _pool.argument(frame, 1)
+    set_field(job, G, _pool.data(inner))
+    set_field(job, DV, _pool.data(_pool.result(frame, 1)))
+  set_field(job, IN_SIZE, _pool.dim(inner, 1))
+  work = _pool.size(slots) * panels * vectors
+  threads = max(1, work // GRAIN)
+  if threads > 1:
+    threads = min(threads, _pool.num_threads(frame))
+  parts = 1 if threads == 1 else TASKS_PER_THREAD * threads
+  step = (lists + parts - 1) // parts
+  set_field(job, STEP, step)
+  set_field(job, _pool.TASKS, (lists + step - 1) // step)
+  _pool.schedule(frame, threads, _task_address(), job)
+  _work(job)
+  _pool.wait_for(job + 8 * _pool.DONE, field(job, _pool.TASKS))
+  _pool.release(job)
+
+
+@cfunc(types.int64(types.int64), cache=True)
+def product(frame):
+  if not _pool.is_metadata_query(frame):
+    _run(frame, False)
+  return 0
+
+
+@cfunc(types.int64(types.int64), cache=True)
+def gradients(frame):
+  if not _pool.is_metadata_query(frame):
+    _run(frame, True)
+  return 0

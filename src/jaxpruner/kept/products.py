@@ -1,0 +1,143 @@
+"""x @ w for kept weights, with both gradients, inside `jit`.
+
+On CPU three products share one layout and run in machine code; elsewhere, and
+without Numba, the weight is decoded, which is right but not faster than dense.
+"""
+
+import ctypes
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jaxpruner.kept.layouts import Layout
+from jaxpruner.sparse import kernels
+
+
+@functools.cache
+def load() -> Any:
+  """Compile (or load from Numba's cache) and register the kernel, or None."""
+  if not kernels._has_numba():
+    return None
+  from jaxpruner.kept import _kernel
+
+  for name in ("product", "gradients"):
+    address = ctypes.c_void_p(getattr(_kernel, name).address)
+    capsule = jax.ffi.pycapsule(address)
+    target = f"jaxpruner_kept_{name}"
+    jax.ffi.register_ffi_target(target, capsule, platform="cpu")
+  return _kernel
+
+
+def product(
+  x: Array, values: Array, layout: Layout, transposed: bool = False
+) -> Array:
+  """Return x @ w, or x @ w.T, where w is the folded matrix of a layout.
+
+  Args:
+    x: a dense array (batch, K).
+    values: the kept values, by slot.
+    layout: their positions.
+    transposed: whether to multiply by the transpose.
+
+  Returns:
+    A dense array (batch, N), accumulated in float32, in the common dtype.
+  """
+  dtype = jnp.result_type(x, values)
+  wide = jnp.float32 if jnp.finfo(dtype).bits < 32 else dtype
+  y: Any = _product(x.astype(wide), values.astype(wide), layout, transposed)
+  return y.astype(dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _product(x: Array, values: Array, layout: Layout, transposed: bool):
+  y = functools.partial(_dense_product, transposed=transposed)
+  if load() is None or x.dtype != jnp.float32:
+    return y(x, values, layout)
+  fast = functools.partial(_fast_product, transposed=transposed)
+  return jax.lax.platform_dependent(x, values, layout, cpu=fast, default=y)
+
+
+def _forward(x, values, layout, transposed):
+  return _product(x, values, layout, transposed), (x, values, layout)
+
+
+def _backward(transposed, saved, g):
+  x, values, layout = saved
+  slow = functools.partial(_dense_gradients, transposed=transposed)
+  if load() is None or x.dtype != jnp.float32:
+    dx, dv = slow(x, g, values, layout)
+  else:
+    fast = functools.partial(_fast_gradients, transposed=transposed)
+    dx, dv = jax.lax.platform_dependent(
+      x, g, values, layout, cpu=fast, default=slow
+    )
+  nothing = lambda a: np.zeros(a.shape, jax.dtypes.float0)
+  return dx, dv, jax.tree.map(nothing, layout)
+
+
+_product.defvjp(_forward, _backward)
+
+
+def _dense_product(x, values, layout, transposed):
+  w = layout.scatter(values)
+  return x @ (w.T if transposed else w)
+
+
+def _dense_gradients(x, g, values, layout, transposed):
+  w = layout.scatter(values)
+  dx = g @ (w if transposed else w.T)
+  outer = g.T @ x if transposed else x.T @ g
+  return dx, layout.gather(outer)
+
+
+def _width(batch: int, size: int) -> int:
+  """Return the batch rows of a panel: few enough that one stays in cache."""
+  vectors = 4 if size <= 4096 else 2 if size <= 8192 else 1
+  need = -(-batch // load().VECTOR)
+  return load().VECTOR * min(vectors, 1 if need == 1 else 2 if need == 2 else 4)
+
+
+def _panels(x: Array, width: int) -> Array:
+  """Return (batch, K) as panels (P, K, width) of transposed rows."""
+  batch, size = x.shape
+  count = -(-batch // width)
+  x = jnp.pad(x, ((0, count * width - batch), (0, 0)))
+  return x.reshape(count, width, size).transpose(0, 2, 1)
+
+
+def _rows(panels: Array, batch: int) -> Array:
+  count, size, width = panels.shape
+  rows = panels.transpose(0, 2, 1).reshape(count * width, size)
+  return rows[:batch]
+
+
+def _fast_product(x, values, layout, transposed):
+  batch = x.shape[0]
+  width = _width(batch, max(layout.matrix))
+  lists = layout.by_row if transposed else layout.by_column
+  panels = _panels(x, width)
+  out = (panels.shape[0], layout.matrix[not transposed], width)
+  call = jax.ffi.ffi_call(
+    "jaxpruner_kept_product", jax.ShapeDtypeStruct(out, jnp.float32)
+  )
+  return _rows(call(panels, values, *lists), batch)
+
+
+def _fast_gradients(x, g, values, layout, transposed):
+  batch = x.shape[0]
+  width = _width(batch, max(layout.matrix))
+  lists = layout.by_column if transposed else layout.by_row
+  panels = _panels(x, width)
+  call = jax.ffi.ffi_call(
+    "jaxpruner_kept_gradients",
+    (
+      jax.ShapeDtypeStruct(panels.shape, jnp.float32),
+      jax.ShapeDtypeStruct(values.shape, jnp.float32),
+    ),
+  )
+  dx, dv = call(panels, _panels(g, width), values, *lists)
+  return _rows(dx, batch), dv

@@ -1,0 +1,326 @@
+"""A weight stored at the size of what is kept, in place of the dense array."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jaxpruner import mask_calculator
+from jaxpruner.kept import bitmaps, choosing, layouts, products
+from jaxpruner.kept.layouts import Layout
+from jaxpruner.sparse import formats
+
+
+@formats.register
+class KeptTensor(formats.Sparse):
+  """A weight with one array of kept values, and integer arrays beside it.
+
+  `values` is the trainable part; take derivatives with respect to it with
+  `split` and `join`. A product contracts the first `split` axes of the dense
+  weight, or all the others.
+
+  Attributes:
+    values: the kept weights, by slot.
+    layout: their positions.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> from jaxpruner import kept
+    >>> w = kept.from_dense(jnp.array([[0.0, 2.0], [3.0, 0.0]]))
+    >>> w.shape, w.values.tolist(), (jnp.ones((1, 2)) @ w).tolist()
+    ((2, 2), [2.0, 3.0], [[3.0, 2.0]])
+  """
+
+  values: Array
+  layout: Layout
+
+  @property
+  def shape(self) -> tuple[int, ...]:  # pyright: ignore
+    return self.layout.shape
+
+  @property
+  def dtype(self) -> np.dtype:
+    return np.dtype(self.values.dtype)
+
+  def todense(self) -> Array:
+    return self.layout.scatter(self.values).reshape(self.shape)
+
+  def with_values(self, values: Array) -> "KeptTensor":
+    return KeptTensor(values, self.layout)
+
+  def __rmatmul__(self, x: Any) -> Array:
+    x = jnp.asarray(x)
+    if self.ndim != 2 or x.shape[-1] != self.shape[0]:
+      raise ValueError(
+        f"x has shape {x.shape}, w {self.shape}: x @ w needs a matrix whose "
+        "rows match x's last axis; kept.lift handles other products"
+      )
+    y = products.product(x.reshape(-1, x.shape[-1]), self.values, self.layout)
+    return y.reshape(*x.shape[:-1], -1)
+
+
+def is_kept(leaf: Any) -> bool:
+  return isinstance(leaf, KeptTensor)
+
+
+def from_dense(
+  weight: Any, mask: Any = None, *, split: int | None = None, name: str = ""
+) -> KeptTensor:
+  """Store the kept entries of a dense weight.
+
+  Args:
+    weight: a dense array with at least 2 axes.
+    mask: 1 = kept; by default nonzero entries are kept.
+    split: how many leading axes form the rows of the folded matrix; a product
+      contracts these axes or all the others. By default all but the last.
+    name: the path of the weight, for errors.
+
+  Returns:
+    A `KeptTensor`; its slots are in row-major order.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> from jaxpruner import kept
+    >>> w = kept.from_dense(jnp.eye(4))
+    >>> w.values.size, w.todense().tolist() == jnp.eye(4).tolist()
+    (4, True)
+  """
+  weight = np.asarray(weight)
+  chosen = weight != 0 if mask is None else np.asarray(mask) != 0
+  if chosen.shape != weight.shape:
+    raise ValueError(
+      f"mask has shape {chosen.shape}, weight has {weight.shape}; they must "
+      "agree (unpack packed masks first)"
+    )
+  split = check_form(weight.shape, weight.dtype, split, name)
+  positions = np.flatnonzero(chosen).astype(np.int32)
+  if not len(positions):
+    raise ValueError(
+      f"params leaf {name!r}: the mask keeps no weight; keep at least one"
+    )
+  layout = layouts.from_sorted(positions, weight.shape, split, name)
+  return KeptTensor(jnp.asarray(weight.reshape(-1)[positions]), layout)
+
+
+def check_form(
+  shape: Any, dtype: Any, split: int | None, name: str = ""
+) -> int:
+  """Return a checked `split`; raise if the weight has no kept form."""
+  about = f"params leaf {name!r}: " if name else ""
+  if not jnp.issubdtype(dtype, jnp.floating):
+    raise ValueError(
+      f"{about}dtype {dtype} has no kept form: only floating weights are "
+      "trained; leave it dense with filter_fn"
+    )
+  if len(shape) < 2:
+    raise ValueError(
+      f"{about}shape {tuple(shape)} has no kept form: a kept weight has at "
+      "least 2 axes; leave it dense with filter_fn"
+    )
+  if int(np.prod(shape)) > layouts.LIMIT:
+    raise ValueError(
+      f"{about}shape {tuple(shape)} has 2**31 weights or more; split the layer "
+      "in two"
+    )
+  split = len(shape) - 1 if split is None else split
+  if not 0 < split < len(shape):
+    raise ValueError(
+      f"{about}split={split} must lie between 1 and {len(shape) - 1}: rows and "
+      "columns need an axis each"
+    )
+  return split
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _arranged(positions, shape, split, name) -> Layout:
+  slots = jnp.arange(len(positions), dtype=jnp.int32)
+  return layouts.arrange(positions, slots, shape, split, name)
+
+
+Initializer = Callable[[Array, int, tuple[int, ...], Any], Array]
+
+
+def create(
+  key: Any,
+  shape: tuple[int, ...],
+  sparsity: float,
+  *,
+  initializer: str | Initializer = "lecun_normal",
+  dtype: Any = jnp.float32,
+  split: int | None = None,
+  fan_in: int | None = None,
+  name: str = "",
+  positions_key: Any = None,
+) -> KeptTensor:
+  """Create a random sparse weight without ever making the dense array.
+
+  The positions are those of `static_sparse`'s initial mask for the same key and
+  the same path. Temporary arrays, bitmaps and counts of their bits, take about
+  1.6 bytes per weight of the dense shape together.
+
+  Args:
+    key: a PRNG key.
+    shape: the shape of the dense weight.
+    sparsity: fraction removed; exactly round(size · (1 − sparsity)) are kept.
+    initializer: "lecun_normal", "he_normal", "glorot_normal" (variance from
+      the *dense* fan, as in a masked network), "zeros", or a function `(key,
+      count, shape, dtype) -> values`.
+    dtype: dtype of the values.
+    split: as in `from_dense`.
+    fan_in: inputs of each output, for the variance; by default the rows.
+    name: the path of the weight, which the positions depend on.
+    positions_key: another key for the positions, such as that of an updater.
+
+  Returns:
+    A `KeptTensor`.
+
+  Example:
+    >>> import jax
+    >>> from jaxpruner import kept
+    >>> w = kept.create(jax.random.key(0), (1024, 1024), 0.99)
+    >>> w.values.shape, w.shape
+    ((10486,), (1024, 1024))
+  """
+  split = check_form(shape, dtype, split, name)
+  count = int(mask_calculator.num_ones(int(np.prod(shape)), sparsity))
+  data = jax.random.key_data(key) if is_key(key) else key
+  places = data if positions_key is None else positions_key
+  layout = _random_layout(places, name, tuple(shape), split, count)
+  drawn = jax.random.fold_in(jax.random.wrap_key_data(data), 1)
+  drawn = jax.random.fold_in(drawn, choosing.path_number(name))
+  rows, columns = layouts.fold(shape, split)
+  fans = (fan_in or rows, rows * columns // (fan_in or rows))
+  values = _initial(initializer, drawn, count, shape, fans, dtype)
+  return KeptTensor(values, layout)
+
+
+def is_key(key: Any) -> bool:
+  return jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
+def _random_layout(data, name, shape, split, count) -> Layout:
+  rows, columns = layouts.fold(shape, split)
+  names = tuple(name.split("/"))
+  score = choosing.random_scores(data, 0, names, columns)
+  words = choosing.highest(score, rows, columns, count, count)
+  return _arranged(bitmaps.positions(words, count), shape, split, name)
+
+
+def _initial(initializer, key, count, shape, fans, dtype) -> Array:
+  if callable(initializer):
+    values: Any = initializer(key, count, tuple(shape), dtype)
+    if np.shape(values) != (count,):
+      raise ValueError(
+        f"initializer returned shape {np.shape(values)} for {count} kept "
+        "weights; it is called as initializer(key, count, shape, dtype)"
+      )
+    return jnp.asarray(values, dtype)
+  if initializer == "zeros":
+    return jnp.zeros(count, dtype)
+  fan_in, fan_out = fans
+  variances = {
+    "lecun_normal": 1 / fan_in,
+    "he_normal": 2 / fan_in,
+    "glorot_normal": 2 / (fan_in + fan_out),
+  }
+  if initializer not in variances:
+    raise ValueError(
+      f"initializer={initializer!r} is unknown; use one of "
+      f"{', '.join(['zeros', *variances])}, or a function (key, count, shape, "
+      "dtype) -> values"
+    )
+  deviation = np.sqrt(variances[initializer])
+  # As jax.nn.initializers: a normal cut at two deviations, rescaled to 1.
+  values = jax.random.truncated_normal(key, -2, 2, (count,), jnp.float32)
+  return (values * (deviation / 0.87962566103423978)).astype(dtype)
+
+
+def split(params: Any) -> tuple[Any, Any]:
+  """Separate what is trained from where it is.
+
+  Args:
+    params: a tree with `KeptTensor` leaves.
+
+  Returns:
+    `(values, layouts)`: a tree of arrays for `jax.grad` and Optax, and a tree
+    of layouts with None for dense leaves.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> from jaxpruner import kept
+    >>> params = {"w": kept.from_dense(jnp.eye(2)), "b": jnp.zeros(2)}
+    >>> values, layouts = kept.split(params)
+    >>> values["w"].tolist(), layouts["b"]
+    ([1.0, 1.0], None)
+  """
+  values = jax.tree.map(
+    lambda leaf: leaf.values if is_kept(leaf) else leaf, params, is_leaf=is_kept
+  )
+  places = jax.tree.map(
+    lambda leaf: leaf.layout if is_kept(leaf) else None, params, is_leaf=is_kept
+  )
+  return values, places
+
+
+def join(values: Any, layouts: Any) -> Any:
+  """Put values and layouts together again; the inverse of `split`.
+
+  Args:
+    values: a tree of arrays.
+    layouts: a tree of layouts, None for dense leaves.
+
+  Returns:
+    A tree with `KeptTensor` leaves.
+
+  Example:
+    >>> import jax, jax.numpy as jnp
+    >>> from jaxpruner import kept
+    >>> values, layouts = kept.split({"w": kept.from_dense(jnp.eye(2))})
+    >>> loss = lambda values: (
+    ...   jnp.ones((1, 2)) @ kept.join(values, layouts)["w"]).sum()
+    >>> jax.grad(loss)(values)["w"].tolist()
+    [1.0, 1.0]
+  """
+  leaves, treedef = jax.tree.flatten(values)
+  places = treedef.flatten_up_to(layouts) if layouts is not None else []
+  places = places or [None] * len(leaves)
+  out = [
+    leaf if place is None else KeptTensor(leaf, place)
+    for leaf, place in zip(leaves, places, strict=True)
+  ]
+  return treedef.unflatten(out)
+
+
+def todense(params: Any) -> tuple[Any, Any]:
+  """Return dense parameters and their masks.
+
+  Args:
+    params: a tree with `KeptTensor` leaves.
+
+  Returns:
+    `(params, masks)`, as the rest of the library takes them; masks are None
+    for dense leaves.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> from jaxpruner import kept
+    >>> params, masks = kept.todense({"w": kept.from_dense(jnp.eye(2))})
+    >>> params["w"].tolist(), masks["w"].tolist()
+    ([[1.0, 0.0], [0.0, 1.0]], [[1, 0], [0, 1]])
+  """
+  masks = jax.tree.map(
+    lambda leaf: leaf.layout.mask() if is_kept(leaf) else None,
+    params,
+    is_leaf=is_kept,
+  )
+  dense = jax.tree.map(
+    lambda leaf: leaf.todense() if is_kept(leaf) else leaf,
+    params,
+    is_leaf=is_kept,
+  )
+  return dense, masks

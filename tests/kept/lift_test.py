@@ -1,0 +1,160 @@
+"""Any model with kept weights computes what it computes with dense ones."""
+
+import equinox as eqx
+import flax.linen as nn
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jaxpruner
+from jaxpruner import kept
+
+STATIC = kept.KeptUpdater(jaxpruner.StaticRandomSparse())
+
+
+def check(model, params, *inputs):
+  """Compare value and gradients, with every matrix in the tree kept."""
+  rng = np.random.default_rng(0)
+
+  def prunable(leaf):  # no bias, whatever its shape
+    return leaf.ndim >= 2 and leaf.size > max(leaf.shape) and np.any(leaf)
+
+  masks = jax.tree.map(
+    lambda leaf: rng.random(leaf.shape) < 0.5 if prunable(leaf) else None,
+    params,
+  )
+  weights = STATIC.from_dense(params, masks, *inputs, apply_fn=model)
+  dense, _ = kept.todense(weights)
+  values, places = kept.split(weights)
+  lifted = kept.lift(model)
+  loss = lambda v: jnp.sum(jnp.sin(lifted(kept.join(v, places), *inputs)))
+  value, grads = jax.jit(jax.value_and_grad(loss))(values)
+  wanted, full = jax.jit(
+    jax.value_and_grad(lambda p: jnp.sum(jnp.sin(model(p, *inputs))))
+  )(dense)
+  np.testing.assert_allclose(value, wanted, rtol=1e-4, atol=1e-4)
+  leaves, treedef = jax.tree.flatten(grads)
+  for grad, whole, place in zip(
+    leaves, jax.tree.leaves(full), treedef.flatten_up_to(places), strict=True
+  ):
+    if place is not None:
+      whole = place.gather(whole.reshape(place.matrix))
+    np.testing.assert_allclose(grad, whole, rtol=1e-3, atol=1e-4)
+
+
+def normal(*shape):
+  return np.random.default_rng(1).normal(size=shape).astype(np.float32)
+
+
+def test_linen_convolutions_attention_and_dense_layers():
+  class Model(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+      x = nn.relu(nn.Conv(8, (3, 3), strides=2)(x))
+      x = nn.Conv(6, (1, 1))(x).reshape(x.shape[0], -1, 6)
+      x = x + nn.MultiHeadDotProductAttention(2)(x)
+      return nn.remat(nn.Dense)(5)(x)
+
+  model, x = Model(), normal(2, 8, 8, 3)
+  check(model.apply, model.init(jax.random.key(0), x), x)
+
+
+def test_a_tied_embedding_is_gathered_and_multiplied():
+  class Model(nn.Module):
+    @nn.compact
+    def __call__(self, ids):
+      embed = nn.Embed(20, 8)
+      return embed.attend(nn.relu(nn.Dense(8)(embed(ids))))
+
+  model, ids = Model(), jnp.array([[0, 19, 3], [3, 3, 7]])
+  check(model.apply, model.init(jax.random.key(0), ids), ids)
+
+
+def test_nnx_equinox_and_haiku():
+  graph, state = nnx.split(nnx.Linear(4, 3, rngs=nnx.Rngs(0)))
+  check(lambda s, x: nnx.merge(graph, s)(x), state, normal(2, 4))
+  layers = [
+    eqx.nn.Conv2d(3, 4, 3, key=jax.random.key(0)),
+    eqx.nn.Lambda(jnp.ravel),
+    eqx.nn.Linear(144, 3, key=jax.random.key(1)),
+  ]
+  params, rest = eqx.partition(eqx.nn.Sequential(layers), eqx.is_array)
+  check(
+    lambda p, x: jax.vmap(eqx.combine(p, rest))(x), params, normal(2, 3, 8, 8)
+  )
+  net = hk.transform(lambda x: hk.nets.MLP([8, 3])(x))
+  params = net.init(jax.random.key(0), normal(2, 4))
+  check(lambda p, x: net.apply(p, None, x), params, normal(2, 4))
+
+
+def test_a_weight_shared_by_the_steps_of_a_scan():
+  def model(p, x):
+    step = lambda h, _: (jnp.tanh(h @ p["w"]), h @ p["w"].T)
+    last, all_ = jax.lax.scan(step, x, None, length=3)
+    return last + all_.sum(0)
+
+  check(model, {"w": normal(4, 4)}, normal(2, 4))
+
+
+def test_half_precision_compute_and_float32_weights():
+  def model(p, x):
+    y = x.astype(jnp.bfloat16) @ p["w"].astype(jnp.bfloat16)
+    return y.astype(jnp.float32)
+
+  w = kept.from_dense(jnp.eye(4))
+  out = kept.lift(model)({"w": w}, jnp.ones((2, 4)))
+  assert out.tolist() == jnp.ones((2, 4)).tolist()
+
+
+def test_an_unsupported_use_names_the_layer_and_the_way_out():
+  model = lambda p, x: x @ jnp.sort(p["net"]["w"])
+  params = {"net": {"w": kept.from_dense(jnp.eye(3))}}
+  with pytest.raises(ValueError, match="sort .*'net/w'.*filter_fn.*densify"):
+    kept.lift(model)(params, jnp.ones((1, 3)))
+  lifted = kept.lift(model, on_unsupported="densify")
+  with pytest.warns(UserWarning, match="'net/w' is decoded"):
+    out = lifted(params, jnp.ones((1, 3)))
+  assert out.tolist() == [[0.0, 0.0, 3.0]]
+  stacked = {"w": kept.from_dense(jnp.ones((3, 2, 2)), split=2)}
+  scan = lambda p, x: jax.lax.scan(lambda h, w: (h @ w, None), x, p["w"])[0]
+  with pytest.raises(ValueError, match="'w'.*sliced by a scan"):
+    kept.lift(scan)(stacked, jnp.ones((1, 2)))
+
+
+def test_inputs_and_cotangents_give_the_dense_gradient():
+  """Of a weight used in a scan, transposed, and looked up: the sum of uses."""
+
+  def model(p, x, ids):
+    step = lambda h, _: (jnp.tanh(h @ p["w"]), None)
+    last, _ = jax.lax.scan(step, x, None, length=3)
+    return last @ p["w"].T + p["w"][ids]
+
+  pruner = kept.KeptUpdater(jaxpruner.RigL(rng_seed=0))
+  weights = {"w": kept.from_dense(normal(6, 6), normal(6, 6) > 0)}
+  with pytest.warns(UserWarning, match="never change its masks"):
+    state = pruner.wrap_optax(optax.sgd(0.1)).init(weights)
+  params, _ = kept.split(weights)
+  inputs = normal(4, 6), jnp.array([0, 5, 5, 2])
+  lifted = kept.lift(model)
+
+  def loss(p, state):
+    seen = pruner.pre_forward_update(p, state)
+    return jnp.sum(jnp.sin(lifted(seen, *inputs)))
+
+  _, grads, growth = jax.jit(pruner.value_and_grad(loss))(params, state)
+  dense, _ = kept.todense(weights)
+  full = jax.jit(jax.grad(lambda p: jnp.sum(jnp.sin(model(p, *inputs)))))(dense)
+  rows = lambda a: a.reshape(-1, a.shape[-1])
+  total = 0.0
+  for left, right in growth["w"]:
+    if jnp.issubdtype(left.dtype, jnp.integer):
+      left = jax.nn.one_hot(left, 6)
+    total += rows(left).T @ rows(right)
+  np.testing.assert_allclose(total, full["w"], rtol=1e-4, atol=1e-5)
+  np.testing.assert_allclose(
+    grads["w"], weights["w"].layout.gather(full["w"]), rtol=1e-4, atol=1e-5
+  )

@@ -1,0 +1,329 @@
+"""Training at kept size is training under masks, without the masks."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+
+import jaxpruner
+from jaxpruner import kept
+from jaxpruner.kept import choosing
+
+STEPS = 50
+
+
+def model(p, x):
+  h = jnp.tanh(x @ p["a"]["kernel"] + p["a"]["bias"])
+  return jnp.tanh(h @ p["b"]["kernel"]) @ p["c"]["kernel"]
+
+
+def dense_params():
+  rng = np.random.default_rng(0)
+  draw = lambda *shape: jnp.asarray(rng.normal(0, 0.3, shape), jnp.float32)
+  return {
+    "a": {"kernel": draw(16, 40), "bias": jnp.zeros(40)},
+    "b": {"kernel": draw(40, 32)},
+    "c": {"kernel": draw(32, 8)},
+  }
+
+
+def batches():
+  rng = np.random.default_rng(1)
+  return rng.normal(size=(STEPS, 24, 24)).astype(np.float32)
+
+
+def config(algorithm, **more):
+  schedule = {"update_freq": 5, "update_start_step": 1, "update_end_step": 45}
+  return {
+    "algorithm": algorithm,
+    "sparsity": 0.8,
+    "rng_seed": 3,
+    **({} if algorithm == "static_sparse" else schedule),
+    **more,
+  }
+
+
+def adam():
+  return optax.chain(optax.clip(1.0), optax.adam(1e-2))
+
+
+class Run:
+  """A masked run and the same run at kept size."""
+
+  def __init__(self, algorithm):
+    self.masked = jaxpruner.create_updater_from_config(config(algorithm))
+    self.kept = jaxpruner.create_updater_from_config(
+      config(algorithm, storage="kept")
+    )
+    self.tx, self.kept_tx = (u.wrap_optax(adam()) for u in self.both)
+    apply = kept.lift(model)
+    by_gradient = self.kept.grows_by_gradient
+    self.traces = 0
+
+    def loss(p, batch):
+      return jnp.mean((model(p, batch[:, :16]) - batch[:, 16:]) ** 2)
+
+    def kept_loss(p, state, batch):
+      y = apply(self.kept.pre_forward_update(p, state), batch[:, :16])
+      return jnp.mean((y - batch[:, 16:]) ** 2)
+
+    @jax.jit
+    def step(p, state, batch):
+      grads = jax.grad(loss)(p, batch)
+      updates, state = self.tx.update(grads, state, p)
+      return optax.apply_updates(p, updates), state
+
+    @jax.jit
+    def kept_step(p, state, batch):
+      self.traces += 1
+      if by_gradient:
+        _, grads, growth = self.kept.value_and_grad(kept_loss)(p, state, batch)
+        more = {"growth": growth}
+      else:
+        grads, more = jax.grad(kept_loss)(p, state, batch), {}
+      updates, state = self.kept_tx.update(grads, state, p, **more)
+      return optax.apply_updates(p, updates), state
+
+    self.step, self.kept_step = step, kept_step
+
+  @property
+  def both(self):
+    return self.masked, self.kept
+
+  def start(self):
+    params = dense_params()
+    state = self.tx.init(params)
+    params = self.masked.post_gradient_update(params, state)
+    weights = self.kept.from_dense(params, state.masks)
+    kept_state = self.kept_tx.init(weights)
+    return (params, state), (kept.split(weights)[0], kept_state)
+
+  def dense(self, params, state):
+    return kept.todense(self.kept.pre_forward_update(params, state))
+
+
+@functools.cache
+def run(algorithm):
+  return Run(algorithm)
+
+
+ALGORITHMS = ["static_sparse", "set", "rigl"]
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_fifty_steps_give_the_masks_and_weights_of_the_masked_run(
+  algorithm, monkeypatch
+):
+  monkeypatch.setattr(choosing, "SMALL", 256)  # the way of large leaves
+  both = Run(algorithm)
+  (params, state), (values, kept_state) = both.start()
+  first = jax.tree.map(np.asarray, state.masks)
+  for batch in batches():
+    params, state = both.step(params, state, batch)
+    values, kept_state = both.kept_step(values, kept_state, batch)
+    dense, masks = both.dense(values, kept_state)
+    jax.tree.map(np.testing.assert_array_equal, masks, state.masks)
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(
+      a, b, rtol=1e-5, atol=1e-5 * np.abs(b).max()
+    ),
+    dense,
+    params,
+  )
+  assert both.traces == 1
+  changed = [
+    (np.asarray(a) != np.asarray(b)).any()
+    for a, b in zip(
+      jax.tree.leaves(first), jax.tree.leaves(state.masks), strict=True
+    )
+  ]
+  assert all(changed) == (algorithm != "static_sparse")
+
+
+@pytest.mark.parametrize("algorithm", ["set", "rigl"])
+def test_moments_of_grown_weights_are_fresh_and_others_stay(algorithm):
+  both = run(algorithm)
+  _, (values, state) = both.start()
+  for batch in batches()[:6]:
+    values, state = both.kept_step(values, state, batch)
+  new, after = both.kept_step(values, state, batches()[6])  # a mask update
+  old_at, new_at = (
+    np.asarray(s.layouts["b"]["kernel"].positions())[
+      np.argsort(np.asarray(s.layouts["b"]["kernel"].by_row.slots))
+    ]
+    for s in (state, after)
+  )
+  moved = old_at != new_at
+  assert moved.any() and not moved.all()
+  mu = lambda s: np.asarray(s.inner_state[1][0].mu["b"]["kernel"])
+  assert (mu(after)[moved] == 0).all()
+  np.testing.assert_array_equal(mu(after)[~moved], mu(state)[~moved])
+  value = np.asarray(new["b"]["kernel"])
+  assert (value[moved] == 0).all() and not np.signbit(value[moved]).any()
+  np.testing.assert_array_equal(
+    value[~moved], np.asarray(values["b"]["kernel"])[~moved]
+  )
+
+
+@pytest.mark.parametrize("algorithm", ["set", "rigl"])
+def test_a_restored_run_equals_an_uninterrupted_one(algorithm, tmp_path):
+  both = run(algorithm)
+  _, (values, state) = both.start()
+  for i, batch in enumerate(batches()[:12]):
+    if i == 6:
+      with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "six", {"p": values, "s": state})
+      with ocp.StandardCheckpointer() as checkpointer:
+        restored = checkpointer.restore(
+          tmp_path / "six", {"p": values, "s": state}
+        )
+    values, state = both.kept_step(values, state, batch)
+  traces = both.traces
+  again, other = restored["p"], restored["s"]
+  for batch in batches()[6:12]:
+    again, other = both.kept_step(again, other, batch)
+  jax.tree.map(np.testing.assert_array_equal, (values, state), (again, other))
+  assert both.traces == traces
+
+
+@pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
+def test_eight_devices_equal_one():
+  both = run("rigl")
+  _, alone = both.start()
+  mesh = jax.make_mesh(
+    (8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,)
+  )
+  whole = jax.NamedSharding(mesh, jax.P())
+  rows = jax.NamedSharding(mesh, jax.P("data"))
+  spread = jax.device_put(alone, whole)
+  for batch in batches()[:12]:
+    alone = both.kept_step(*alone, batch)
+    spread = both.kept_step(*spread, jax.device_put(batch, rows))
+  layouts = lambda result: jax.tree.map(np.asarray, result[1].layouts)
+  jax.tree.map(np.testing.assert_array_equal, layouts(alone), layouts(spread))
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
+    *(jax.tree.map(np.asarray, result[0]) for result in (alone, spread)),
+  )
+
+
+def test_created_weights_have_the_masks_of_the_algorithm():
+  masked, small = run("set").both
+  init = lambda _: dense_params()
+  weights = small.create(jax.random.key(7), init)
+  _, masks = kept.todense(weights)
+  wanted = masked.init_state(dense_params()).masks
+  jax.tree.map(np.testing.assert_array_equal, masks, wanted)
+  assert weights["a"]["bias"].tolist() == [0.0] * 40
+
+
+def test_a_gradual_run_goes_on_at_kept_size():
+  gradual = jaxpruner.create_updater_from_config({
+    "algorithm": "magnitude", "sparsity": 0.8, "update_freq": 2,
+    "update_start_step": 0, "update_end_step": 6,
+  })  # fmt: skip
+  tx, params = gradual.wrap_optax(adam()), dense_params()
+  static = kept.KeptUpdater(jaxpruner.StaticRandomSparse())
+  kept_tx, apply = static.wrap_optax(adam()), kept.lift(model)
+
+  def loss(p, batch, model=model):
+    return jnp.mean((model(p, batch[:, :16]) - batch[:, 16:]) ** 2)
+
+  @jax.jit
+  def step(p, state, batch):
+    updates, state = tx.update(jax.grad(loss)(p, batch), state, p)
+    return optax.apply_updates(p, updates), state
+
+  @jax.jit
+  def kept_step(p, state, batch):
+    seen = lambda p: loss(static.pre_forward_update(p, state), batch, apply)
+    updates, state = kept_tx.update(jax.grad(seen)(p), state, p)
+    return optax.apply_updates(p, updates), state
+
+  state = tx.init(params)
+  for batch in batches()[:8]:
+    params, state = step(params, state, batch)
+  weights, kept_state = static.from_masked(params, state)
+  values, _ = kept.split(weights)
+  for batch in batches()[8:12]:
+    params, state = step(params, state, batch)
+    values, kept_state = kept_step(values, kept_state, batch)
+  dense, masks = kept.todense(static.pre_forward_update(values, kept_state))
+  jax.tree.map(np.testing.assert_array_equal, masks, state.masks)
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5),
+    dense,
+    params,
+  )
+  assert int(kept_state.count) == int(state.count)
+
+
+def test_non_finite_gradients_leave_the_leaf_as_it_was():
+  both = run("rigl")
+  _, (values, state) = both.start()
+  values, state = both.kept_step(values, state, batches()[0])
+  bad = batches()[1].copy()
+  bad[0, 0] = np.nan
+  _, after = both.kept_step(values, state, bad)
+  jax.tree.map(np.testing.assert_array_equal, after.layouts, state.layouts)
+  assert after.skipped.tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+  ("sparsity", "most"), [(0.8, 0.36), (0.9, 0.19), (0.95, 0.10)]
+)
+def test_training_takes_the_bytes_that_the_law_allows(sparsity, most):
+  pruner = kept.KeptUpdater(jaxpruner.StaticRandomSparse())
+  weights = {"w": kept.create(jax.random.key(0), (1024, 1024), sparsity)}
+  state = pruner.wrap_optax(optax.adam(1e-3)).init(weights)
+  report = kept.training_bytes(kept.split(weights)[0], state)
+  assert report.dense == 16 * 1024 * 1024
+  assert report.ratio <= most
+  assert "1024x1024" in str(report)
+
+
+def test_files_hold_values_and_positions(tmp_path):
+  both = run("set")
+  _, (values, state) = both.start()
+  for batch in batches()[:7]:
+    values, state = both.kept_step(values, state, batch)
+  weights = both.kept.pre_forward_update(values, state)
+  kept.save(tmp_path / "w.safetensors", weights, metadata={"step": 7})
+  loaded = kept.load(tmp_path / "w.safetensors")
+  jax.tree.map(np.testing.assert_array_equal, loaded, weights)
+  with pytest.raises(jaxpruner.sparse.FileFormatError, match="sparse.load"):
+    jaxpruner.sparse.save(tmp_path / "d.safetensors", dense_params())
+    kept.load(tmp_path / "d.safetensors")
+
+
+def test_what_has_no_kept_form_is_refused():
+  make = jaxpruner.create_updater_from_config
+  with pytest.raises(ValueError, match="MagnitudePruning has no kept form"):
+    make({"algorithm": "magnitude", "sparsity": 0.5, "storage": "kept"})
+  with pytest.raises(ValueError, match="grow=Momentum"):
+    make(config("rigl", grow="momentum", storage="kept"))
+  with pytest.raises(ValueError, match="skip_gradients"):
+    make(config("rigl", skip_gradients=False, storage="kept"))
+  with pytest.raises(ValueError, match="storage='packed'.*masked.*kept"):
+    make(config("rigl", storage="packed"))
+  with pytest.raises(ValueError, match="Block.*no kept form"):
+    make(config("rigl", sparsity_type="block_4,4", storage="kept"))
+  both = run("rigl")
+  _, (values, state) = both.start()
+  with pytest.raises(ValueError, match="'a/kernel'.*value_and_grad"):
+    both.kept_tx.update(values, state, values)
+  with pytest.raises(ValueError, match="no KeptTensor leaf"):
+    both.kept_tx.init(values)
+  with pytest.raises(ValueError, match="from_masked"):
+    both.kept_tx.update(values, both.start()[0][1], values)
+  factored = both.masked.wrap_optax(
+    optax.adafactor(1e-3, min_dim_size_to_factor=8)
+  )
+  with pytest.warns(UserWarning, match="shared statistics"):
+    state = factored.init(dense_params())
+  with pytest.raises(ValueError, match="no entry per weight"):
+    both.kept.from_masked(dense_params(), state)
