@@ -14,10 +14,13 @@ COMMANDS = {
     "jaxpruner.post_training.oneshot_command",
     "prune a pretrained model",
   ),
-  "inspect": ("jaxpruner.sparse.inspect_command", "show a file's sparsity"),
-  "prune": ("jaxpruner.sparse.prune_command", "prune a checkpoint file"),
+  "inspect": (
+    "jaxpruner.sparse.inspect_command",
+    "show the sparsity of a checkpoint",
+  ),
+  "prune": ("jaxpruner.sparse.prune_command", "prune a checkpoint"),
   "pack": ("jaxpruner.sparse.pack_command", "store zeros as bits"),
-  "unpack": ("jaxpruner.sparse.unpack_command", "store a file dense again"),
+  "unpack": ("jaxpruner.sparse.unpack_command", "store it dense again"),
 }
 
 
