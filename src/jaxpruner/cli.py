@@ -14,6 +14,10 @@ COMMANDS = {
     "jaxpruner.post_training.oneshot_command",
     "prune a pretrained model",
   ),
+  "generate": (
+    "jaxpruner.post_training.generate_command",
+    "write text with a model",
+  ),
   "inspect": (
     "jaxpruner.sparse.inspect_command",
     "show the sparsity of a checkpoint",
@@ -35,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
   Example:
     >>> sorted(COMMANDS)[:3]
-    ['compare', 'data', 'inspect']
+    ['compare', 'data', 'generate']
     >>> main(["data", "--help"])  # doctest: +ELLIPSIS
     Traceback (most recent call last):
     SystemExit: 0
