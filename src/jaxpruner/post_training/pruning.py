@@ -67,7 +67,8 @@ def prune(
     batches: an iterable of batches of equal shapes, read once.
     method: "magnitude"; "wanda", |w| ‖x‖ per output; "sparsegpt", which edits
       the kept weights; "obc", exact greedy removal for small layers; "alps",
-      ADMM, slower and closer to the dense model; a name given to
+      ADMM, slower and closer to the dense model; "ria", relative
+      importance; "sparseswaps", the best swaps of Wanda's mask; a name given to
       `register_solver`; or a solver itself, see `Solver`.
     sparsity: fraction removed; an N:M type implies it.
     sparsity_type: Unstructured, NByM, Block, another type with `on_matrix`, or
