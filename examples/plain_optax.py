@@ -44,11 +44,7 @@ def main(algorithm: str = "magnitude", steps: int = 600) -> None:
 
   @jax.jit
   def step(params, opt_state, x, y):
-    def forward(params):  # 3: only algorithms like STE need this line
-      params = pruner.pre_forward_update(params, opt_state)
-      return loss_fn(params, x, y)
-
-    loss, grads = jax.value_and_grad(forward)(params)
+    loss, grads = jax.value_and_grad(loss_fn)(params, x, y)
     updates, opt_state = tx.update(grads, opt_state, params)
     return optax.apply_updates(params, updates), opt_state, loss
 

@@ -102,7 +102,8 @@ bad_arguments(
   partial(sparsity_types.NByM, n=2, m=4),
   n=(0, -1, 5, 2.0, "2", True, None),
   m=(0, 1, 4.0, "4"),
-  axis=(1.5, "x", None, True),
+  axis=(1.5, "x", True),
+  stride=(0, -1, 2.0, "2", None),
 )
 bad_arguments(
   sparsity_types.Block,
@@ -767,13 +768,52 @@ bad(
   "JSON",
 )
 
+# --- leaves that no mask fits -------------------------------------------------
+
+
+def made(name):
+  return jaxpruner.create_updater_from_config(
+    {"algorithm": name, "sparsity": 0.5}
+  )
+
+
+KEYED = {"w": jnp.ones((4, 4)), "rngs": {"dropout": jax.random.key(0)}}
+bad(
+  lambda: made("magnitude").instant_sparsify(KEYED),
+  "rngs/dropout",
+  "PRNG key",
+  "nnx.split",
+)
+bad(
+  lambda: made("magnitude_ste").init_state(KEYED),
+  "rngs/dropout",
+  "eqx.partition",
+)
+bad(
+  lambda: jaxpruner.summarize_sparsity(KEYED),
+  "rngs/dropout",
+  "jax.random.key_data",
+)
+HUGE = {"a": {"kernel": jax.ShapeDtypeStruct((1 << 16, 1 << 16), jnp.bfloat16)}}
+bad(
+  lambda: jax.eval_shape(made("magnitude").init_state, HUGE),
+  "a/kernel",
+  "4,294,967,296",
+  "stacked_axis",
+)
+HALVES = {
+  name: jax.ShapeDtypeStruct((1 << 15, 1 << 16), jnp.bfloat16) for name in "ab"
+}
+bad(
+  lambda: jax.eval_shape(made("global_magnitude").instant_sparsify, HALVES),
+  "GlobalMagnitudePruning",
+  "4,294,967,296",
+  "'a'",
+  "filter_fn",
+)
+
 # --- summaries ---------------------------------------------------------------
 
-bad(
-  lambda: jax.jit(lambda p: jaxpruner.summarize_sparsity(p))(PARAMS),
-  "dec/kernel",
-  "outside jit",
-)
 bad(
   lambda: jaxpruner.summarize_sparsity(jax.eval_shape(lambda: PARAMS)),
   "dec/kernel",

@@ -28,10 +28,10 @@ def test_a_name_leads_to_its_entry_and_back(table):
 
 
 def test_an_unknown_name_is_refused_with_the_nearest(table):
-  with pytest.raises(ValueError, match=r"shape='ruond'.*'round'") as error:
+  with pytest.raises(ValueError, match=r"shape: 'ruond'.*'round'") as error:
     table.find("ruond")
   assert "register_shape" in str(error.value)
-  with pytest.raises(ValueError, match=r"shape=\['round'\]"):
+  with pytest.raises(ValueError, match=r"shape: \['round'\]"):
     table.find(["round"])
 
 

@@ -7,6 +7,8 @@ import subprocess
 import sys
 import tomllib
 
+import pytest
+
 import jaxpruner
 from jaxpruner import cli
 
@@ -48,3 +50,29 @@ def test_the_package_runs_as_a_module():
     check=True,
   )
   assert all(name in done.stdout for name in cli.COMMANDS)
+
+
+@pytest.mark.parametrize(
+  "command", [["-m", "jaxpruner"], ["-m", "jaxpruner.cli"]]
+)
+def test_help_imports_no_jax(command):
+  # -X importtime writes the name of every imported module to stderr.
+  done = subprocess.run(
+    [sys.executable, "-X", "importtime", *command, "--help"],
+    capture_output=True,
+    text=True,
+    check=True,
+  )
+  modules = {
+    line.rpartition("|")[2].strip() for line in done.stderr.split("\n")
+  }
+  assert "jaxpruner.cli" in modules or "-m jaxpruner.cli" in " ".join(command)
+  assert not modules & {"jax", "numpy", "optax"}
+
+
+def test_importing_the_package_imports_no_jax():
+  code = "import jaxpruner, sys; print('jax' in sys.modules)"
+  done = subprocess.run(
+    [sys.executable, "-c", code], capture_output=True, text=True, check=True
+  )
+  assert done.stdout.strip() == "False"

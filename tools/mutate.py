@@ -137,7 +137,8 @@ def kinds(node: ast.AST) -> list[str]:
   if isinstance(node, ast.Expr | ast.Assign | ast.AugAssign | ast.Raise):
     return ["remove"]
   if isinstance(node, ast.Return) and node.value is not None:
-    return ["return-none"]
+    nothing = isinstance(node.value, ast.Constant) and not node.value.value
+    return [] if nothing else ["return-none"]
   return []
 
 
@@ -236,23 +237,18 @@ def _run_in_child(source: pathlib.Path, tests: list[str]) -> NoReturn:
 def score(room: str, seconds: float, seed: int) -> dict:
   """Try mutations of a room until the time is spent; return its score."""
   names, tests = ROOMS[room]
-  package = ROOT / "src" / "jaxpruner"
-  paths = [
-    path
-    for name in names
-    for path in sorted(
-      (package / name).rglob("*.py") if (package / name).is_dir()
-      else [package / name]
-    )
-  ]  # fmt: skip
-  mutations = [m for path in paths for m in find(path)]
-  random.Random(seed).shuffle(mutations)
   tried, survivors = 0, []
   with tempfile.TemporaryDirectory(prefix="mutate-") as folder:
-    source = pathlib.Path(folder) / "src"
-    shutil.copytree(
-      ROOT / "src", source, ignore=shutil.ignore_patterns("__pycache__")
-    )
+    # Two copies: the checkout may be edited while mutations are tried.
+    whole, source = (pathlib.Path(folder) / name for name in ("whole", "src"))
+    for copy_ in (whole, source):
+      shutil.copytree(
+        ROOT / "src", copy_, ignore=shutil.ignore_patterns("__pycache__")
+      )
+    mutations = [
+      m for path in _files(whole / "jaxpruner", names) for m in find(path)
+    ]
+    random.Random(seed).shuffle(mutations)
     start = time.monotonic()
     if run_tests(source, tests, 10 * seconds) != "passed":
       raise SystemExit(f"{room}: the tests fail without a mutation")
@@ -261,13 +257,15 @@ def score(room: str, seconds: float, seed: int) -> dict:
     for mutation in mutations:
       if time.monotonic() > end:
         break
-      place = source / mutation.path.relative_to(ROOT / "src")
-      place.write_text(apply(mutation))
+      where = mutation.path.relative_to(whole)
+      (source / where).write_text(apply(mutation))
       verdict = run_tests(source, tests, 60 + 5 * alone)
-      shutil.copy(mutation.path, place)
+      shutil.copy(mutation.path, source / where)
       tried += 1
-      where = mutation.path.relative_to(package)
-      text = f"{where}:{mutation.line} {mutation.kind}: {mutation.before}"
+      text = (
+        f"{where.relative_to('jaxpruner')}:{mutation.line} {mutation.kind}: "
+        f"{mutation.before}"
+      )
       print(f"{verdict:8} {text}", flush=True)
       if verdict == "passed":
         survivors.append(text)
@@ -278,6 +276,14 @@ def score(room: str, seconds: float, seed: int) -> dict:
     "seed": seed,
     "survivors": sorted(survivors),
   }
+
+
+def _files(package: pathlib.Path, names: list[str]) -> list[pathlib.Path]:
+  paths = []
+  for name in names:
+    path = package / name
+    paths += sorted(path.rglob("*.py")) if path.is_dir() else [path]
+  return paths
 
 
 def main() -> int:

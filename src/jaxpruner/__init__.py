@@ -1,115 +1,168 @@
-"""jaxpruner: pruning and sparse training in JAX."""
+"""jaxpruner: pruning and sparse training in JAX.
+
+Names are imported on first use, so that `jaxpruner --help` needs no JAX.
+"""
 
 import importlib
-import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from jaxpruner import (
-  activations,
-  algorithms,
-  mask_calculator,
-  sparsity_distributions,
-  sparsity_schedules,
-  sparsity_types,
-  structures,
-)
-from jaxpruner._state import Category, SparseState, apply_mask, find_state
-from jaxpruner.algorithms import *  # noqa: F403
-from jaxpruner.algorithms import criteria, redistribution, transforms
-from jaxpruner.api import (
-  algorithm_category,
-  algorithm_class,
-  all_algorithm_names,
-  config_from_updater,
-  create_updater_from_config,
-  register_algorithm,
-)
-from jaxpruner.base_updater import BaseUpdater, NoPruning
-from jaxpruner.config.codec import parse_sparsity_type
-from jaxpruner.inspect import cost as report
-from jaxpruner.inspect import metrics
-from jaxpruner.inspect.doctor import check
-from jaxpruner.inspect.metrics import layers_near_collapse, state_metrics
-from jaxpruner.inspect.summary import (
-  sparsity_table,
-  summarize_intersection,
-  summarize_sparsity,
-)
-from jaxpruner.sparsity_distributions import allocation, register_distribution
-from jaxpruner.sparsity_schedules import register_schedule
-from jaxpruner.sparsity_types import (
-  Block,
-  Channel,
-  ConstantFanIn,
-  NByM,
-  NbyM,
-  Unstructured,
-  register_sparsity_type,
-)
+if TYPE_CHECKING:
+  from jaxpruner import activations as activations
+  from jaxpruner import algorithms as algorithms
+  from jaxpruner import mask_calculator as mask_calculator
+  from jaxpruner import sparsity_distributions as sparsity_distributions
+  from jaxpruner import sparsity_schedules as sparsity_schedules
+  from jaxpruner import sparsity_types as sparsity_types
+  from jaxpruner import structures as structures
+  from jaxpruner._state import Category as Category
+  from jaxpruner._state import SparseState as SparseState
+  from jaxpruner._state import apply_mask as apply_mask
+  from jaxpruner._state import find_state as find_state
+  from jaxpruner.algorithms import *  # noqa: F403
+  from jaxpruner.algorithms import criteria as criteria
+  from jaxpruner.algorithms import redistribution as redistribution
+  from jaxpruner.algorithms import transforms as transforms
+  from jaxpruner.api import algorithm_category as algorithm_category
+  from jaxpruner.api import algorithm_class as algorithm_class
+  from jaxpruner.api import all_algorithm_names as all_algorithm_names
+  from jaxpruner.api import config_from_updater as config_from_updater
+  from jaxpruner.api import (
+    create_updater_from_config as create_updater_from_config,
+  )
+  from jaxpruner.api import register_algorithm as register_algorithm
+  from jaxpruner.base_updater import BaseUpdater as BaseUpdater
+  from jaxpruner.base_updater import NoPruning as NoPruning
+  from jaxpruner.config.codec import parse_sparsity_type as parse_sparsity_type
+  from jaxpruner.inspect import cost as report  # noqa: F401
+  from jaxpruner.inspect import metrics as metrics
+  from jaxpruner.inspect.doctor import check as check
+  from jaxpruner.inspect.metrics import (
+    layers_near_collapse as layers_near_collapse,
+  )
+  from jaxpruner.inspect.metrics import state_metrics as state_metrics
+  from jaxpruner.inspect.summary import sparsity_table as sparsity_table
+  from jaxpruner.inspect.summary import (
+    summarize_intersection as summarize_intersection,
+  )
+  from jaxpruner.inspect.summary import summarize_sparsity as summarize_sparsity
+  from jaxpruner.sparsity_distributions import allocation as allocation
+  from jaxpruner.sparsity_distributions import (
+    register_distribution as register_distribution,
+  )
+  from jaxpruner.sparsity_schedules import (
+    register_schedule as register_schedule,
+  )
+  from jaxpruner.sparsity_types import Block as Block
+  from jaxpruner.sparsity_types import Channel as Channel
+  from jaxpruner.sparsity_types import ConstantFanIn as ConstantFanIn
+  from jaxpruner.sparsity_types import NByM as NByM
+  from jaxpruner.sparsity_types import NbyM as NbyM
+  from jaxpruner.sparsity_types import Unstructured as Unstructured
+  from jaxpruner.sparsity_types import (
+    register_sparsity_type as register_sparsity_type,
+  )
 
-# Imported on first use: `import jaxpruner` stays light.
-_ON_USE = ("plot", "post_training", "sparse", "tickets")
-
-__all__ = [
-  *algorithms.__all__,
-  *_ON_USE,
-  "BaseUpdater",
-  "Block",
-  "Category",
-  "Channel",
-  "ConstantFanIn",
-  "NByM",
-  "NbyM",
-  "NoPruning",
-  "SparseState",
-  "Unstructured",
+# Names that the paper's library had here; `_legacy` says what they are now.
+_OLD_NAMES = (
+  "ALGORITHM_REGISTRY",
+  "NoUpdateSchedule",
+  "OneShotSchedule",
+  "PeriodicSchedule",
+  "PolynomialSchedule",
+  "SparsityType",
+)
+# Module -> the public names it defines. The classes of `algorithms`, and
+# `chain`, are public too.
+_HOMES = {
+  "_state": ("Category", "SparseState", "apply_mask", "find_state"),
+  "api": (
+    "algorithm_category",
+    "algorithm_class",
+    "all_algorithm_names",
+    "config_from_updater",
+    "create_updater_from_config",
+    "register_algorithm",
+  ),
+  "base_updater": ("BaseUpdater", "NoPruning"),
+  "config.codec": ("parse_sparsity_type",),
+  "inspect.doctor": ("check",),
+  "inspect.metrics": ("layers_near_collapse", "state_metrics"),
+  "inspect.summary": (
+    "sparsity_table",
+    "summarize_intersection",
+    "summarize_sparsity",
+  ),
+  "sparsity_distributions": ("register_distribution",),
+  "sparsity_schedules": ("register_schedule",),
+  "sparsity_types": (
+    "Block",
+    "Channel",
+    "ConstantFanIn",
+    "NByM",
+    "NbyM",
+    "Unstructured",
+    "register_sparsity_type",
+  ),
+}
+_HOME = {name: home for home, names in _HOMES.items() for name in names}
+# `allocation`, `criteria`, … are the paths that these modules had before they
+# moved into packages; each has a file that stands for the module.
+_MODULES = (
   "activations",
-  "algorithm_category",
-  "algorithm_class",
   "algorithms",
-  "all_algorithm_names",
   "allocation",
-  "apply_mask",
-  "check",
-  "config_from_updater",
-  "create_updater_from_config",
   "criteria",
-  "find_state",
-  "layers_near_collapse",
   "mask_calculator",
-  "parse_sparsity_type",
+  "metrics",
+  "plot",
+  "post_training",
   "redistribution",
-  "register_algorithm",
-  "register_distribution",
-  "register_schedule",
-  "register_sparsity_type",
+  "report",
+  "sparse",
   "sparsity_distributions",
   "sparsity_schedules",
-  "sparsity_table",
   "sparsity_types",
-  "state_metrics",
   "structures",
-  "summarize_intersection",
-  "summarize_sparsity",
+  "tickets",
   "transforms",
-]
-# Constants, classes, functions, as ruff sorts them.
-__all__.sort(key=lambda n: (not n.isupper(), not n[0].isupper(), n))  # pyright: ignore[reportUnsupportedDunderAll]
-
-
-# Modules that moved into a package keep their old path: `import
-# jaxpruner.criteria` works as before.
-for _module in (allocation, criteria, metrics, redistribution, transforms):
-  sys.modules[f"{__name__}.{_module.__name__.rpartition('.')[2]}"] = _module
-sys.modules[f"{__name__}.report"] = report
+)
+_NO_NAMES = ("metrics", "report")  # modules that `__all__` never had
 
 
 def __getattr__(name: str) -> Any:
-  if name in _ON_USE:
+  if name in _MODULES:
     return importlib.import_module(f"jaxpruner.{name}")
+  if name in _HOME:
+    value = getattr(importlib.import_module(f"jaxpruner.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
   if name == "__version__":
     # Looked up on use: reading the metadata of packages takes milliseconds.
     from importlib import metadata
 
     return metadata.version("jaxpruner")
+  if name in _OLD_NAMES:
+    legacy = importlib.import_module("jaxpruner._legacy")
+    return legacy.old_names(__name__, frames=4)(name)
+  if name == "__all__":
+    return _all()
+  # Submodules are asked for here too, in `from jaxpruner import engine`: their
+  # names are in lower case.
+  if name[0].isupper() or name == "chain":
+    algorithms = importlib.import_module("jaxpruner.algorithms")
+    if name in algorithms.__all__:
+      globals()[name] = getattr(algorithms, name)
+      return globals()[name]
   raise AttributeError(f"module 'jaxpruner' has no attribute {name!r}")
+
+
+def _all() -> list[str]:
+  """Return the public names: constants, classes, functions, as ruff sorts."""
+  algorithms = importlib.import_module("jaxpruner.algorithms")
+  modules = [name for name in _MODULES if name not in _NO_NAMES]
+  names = [*algorithms.__all__, *_HOME, *modules]
+  return sorted(names, key=lambda n: (not n.isupper(), not n[0].isupper(), n))
+
+
+def __dir__() -> list[str]:
+  return sorted({*globals(), *_all(), *_NO_NAMES})

@@ -90,7 +90,7 @@ def deprecated(
   def decorate(fn: Callable[_P, _R]) -> Callable[_P, _R]:
     @functools.wraps(fn)
     def wrapped(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-      _warn(message(name, since, removed_in, use))
+      warn(message(name, since, removed_in, use))
       return fn(*args, **kwargs)
 
     return wrapped
@@ -99,13 +99,14 @@ def deprecated(
 
 
 def moved_attributes(
-  module: str, table: Mapping[str, Moved]
+  module: str, table: Mapping[str, Moved], frames: int = 3
 ) -> Callable[[str], Any]:
   """Return a module's `__getattr__` that finds moved names, with a warning.
 
   Args:
     module: the module's `__name__`.
     table: deprecated name -> where it is now.
+    frames: as in `warn`.
 
   Returns:
     A function from a name to its object. Any other name raises
@@ -125,12 +126,18 @@ def moved_attributes(
     if name not in table:
       raise AttributeError(f"module {module!r} has no attribute {name!r}")
     entry = table[name]
-    _warn(message(f"{module}.{name}", *entry[1:]))
+    warn(message(f"{module}.{name}", *entry[1:]), frames)
     return entry.get()
 
   return get
 
 
-def _warn(text: str) -> None:
-  # Three frames up: this function, the wrapper, the line of the user.
-  warnings.warn(text, JaxprunerDeprecationWarning, stacklevel=3)
+def warn(text: str, frames: int = 3) -> None:
+  """Warn at the line of the user.
+
+  Args:
+    text: the message.
+    frames: where that line is: 2 is the caller of this function, 3 the caller's
+      caller.
+  """
+  warnings.warn(text, JaxprunerDeprecationWarning, stacklevel=frames)

@@ -1,16 +1,20 @@
 """Trees: names of leaves, the prunable ones, patterns, sharding.
 
-`None` (or Optax's `MaskedNode`) in a tree of masks or sparsities means "this
-leaf stays dense". A bare `jax.tree.map` would drop it; the functions here align
-such trees with the parameters instead, and `Prunable` leaves it out.
+`None` in a tree of masks or sparsities means "this leaf stays dense". A state
+holds Optax's `MaskedNode` there, because checkpoints and trainers handle it
+where they refuse `None`. A bare `jax.tree.map` would drop both; the functions
+here align such trees with the parameters instead, and `Prunable` leaves them
+out.
 """
 
+import dataclasses
 import fnmatch
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from jaxpruner import mask_calculator
@@ -23,6 +27,43 @@ Names: TypeAlias = tuple[str, ...]
 # what the path already says.
 _WRAPPERS = frozenset({"value", "raw_value", "data_array"})
 
+# What a state holds where there is nothing: a dense leaf, an unused field.
+ABSENT = optax.MaskedNode()
+
+
+@dataclasses.dataclass(frozen=True)
+class StackKey:
+  """The key of one slice of a stacked leaf, in a key path."""
+
+  index: int
+
+
+class SliceName(str):
+  """The name of a stacked leaf, as the name of one of its slices.
+
+  It equals the name of the leaf, so that a filter by name takes every slice;
+  two slices of one leaf differ.
+  """
+
+  layer: int
+
+  def __new__(cls, name: str, layer: int):
+    self = super().__new__(cls, name)
+    self.layer = layer
+    return self
+
+  def __eq__(self, other: object) -> bool:
+    same = str.__eq__(self, other)
+    return same and getattr(other, "layer", self.layer) == self.layer
+
+  def __ne__(self, other: object) -> bool:
+    return not self == other
+
+  __hash__ = str.__hash__
+
+  def __reduce__(self) -> Any:
+    return SliceName, (str(self), self.layer)
+
 
 def _key_name(key: Any) -> str:
   for attribute in ("key", "name", "idx"):
@@ -33,15 +74,24 @@ def _key_name(key: Any) -> str:
 
 def path_names(path: Iterable[Any]) -> Names:
   """Return the names along a key path; a bare array is called `kernel`."""
-  names = [_key_name(key) for key in path]
+  path = tuple(path)
+  cut = path and isinstance(path[-1], StackKey)
+  names = [_key_name(key) for key in (path[:-1] if cut else path)]
   while len(names) > 1 and names[-1] in _WRAPPERS:
     names.pop()
-  return tuple(names) or ("kernel",)
+  names = names or ["kernel"]
+  if cut:
+    names[-1] = SliceName(names[-1], path[-1].index)
+  return tuple(names)
 
 
 def join(names: Names) -> str:
-  """Spell names the way the user writes them: `encoder/layer_0/kernel`."""
-  return "/".join(names)
+  """Spell names the way the user writes them: `encoder/layer_0/kernel`.
+
+  A slice of a stacked leaf has its index behind: `blocks/kernel[3]`.
+  """
+  layer = getattr(names[-1], "layer", None) if names else None
+  return "/".join(names) + ("" if layer is None else f"[{layer}]")
 
 
 def flatten_with_names(tree: PyTree) -> tuple[list[tuple[Names, Any]], Any]:
@@ -50,9 +100,57 @@ def flatten_with_names(tree: PyTree) -> tuple[list[tuple[Names, Any]], Any]:
   return [(path_names(path), leaf) for path, leaf in leaves], treedef
 
 
-def is_dense(node: Any) -> bool:
-  """Tell whether a node of a mask or sparsity tree marks a dense leaf."""
+def is_absent(node: Any) -> bool:
+  """Tell whether a node stands for nothing, as a state or a user writes it."""
   return node is None or isinstance(node, optax.MaskedNode)
+
+
+is_dense = is_absent
+
+
+def show(tree: PyTree) -> PyTree:
+  """Return a tree of a state with `None` where it holds nothing."""
+  clear = lambda node: None if is_absent(node) else node
+  return jax.tree.map(clear, tree, is_leaf=is_absent)
+
+
+def hide(tree: PyTree) -> PyTree:
+  """Return a tree as a state holds it: `ABSENT` in the place of `None`."""
+  clear = lambda node: ABSENT if is_absent(node) else node
+  return jax.tree.map(clear, tree, is_leaf=is_absent)
+
+
+def is_box(node: Any) -> bool:
+  """Tell whether a node is one leaf in a wrapper, such as `nn.Partitioned`."""
+  if node is None or isinstance(node, Mapping | list | tuple | jax.Array):
+    return False
+  inside = jax.tree_util.tree_flatten_with_path(
+    node, is_leaf=lambda child: child is not node
+  )[0]
+  if len(inside) != 1 or len(inside[0][0]) != 1:
+    return False
+  return _key_name(inside[0][0][0]) in _WRAPPERS
+
+
+def fill(tree: PyTree, entries: list[Any]) -> PyTree:
+  """Return a tree like `tree` for a state, of one entry per leaf.
+
+  An entry that is `None` becomes `ABSENT`. An entry that has not the shape of
+  its leaf loses the leaf's box, whose annotations speak of that shape.
+  """
+  nodes, treedef = jax.tree.flatten(tree, is_leaf=is_box)
+  left = iter(entries)
+  filled = []
+  for node in nodes:
+    leaves, inside = jax.tree.flatten(node)
+    own = [next(left) for _ in leaves]
+    if len(own) != 1:
+      filled.append(inside.unflatten(map(hide, own)))
+    elif is_absent(own[0]) or np.shape(own[0]) != np.shape(leaves[0]):
+      filled.append(hide(own[0]))
+    else:
+      filled.append(inside.unflatten(own))
+  return treedef.unflatten(filled)
 
 
 def align(tree: PyTree, other: PyTree, name: str = "masks") -> list[Any]:
@@ -74,7 +172,14 @@ def _align_by_path(tree: PyTree, other: PyTree, name: str) -> list[Any]:
   for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]:
     prefixes = (path[:n] for n in range(len(path), -1, -1))
     found = next((p for p in prefixes if p in table), None)
-    if found is None or (found != path and not is_dense(table[found])):
+    if (
+      found is None
+      or not (
+        is_dense(table[found])
+        # A scalar that stands for a boxed leaf has no box.
+        or all(_key_name(key) in _WRAPPERS for key in path[len(found) :])
+      )
+    ):
       raise ValueError(
         f"{name}: no entry for params leaf {join(path_names(path))!r}; "
         f"{name} must have the structure of params, with None where a leaf "
@@ -82,6 +187,11 @@ def _align_by_path(tree: PyTree, other: PyTree, name: str) -> list[Any]:
       )
     entries.append(table[found])
   return entries
+
+
+def like(tree: PyTree, other: PyTree, name: str) -> PyTree:
+  """Return `other` in the structure of `tree`, `None` where it has nothing."""
+  return jax.tree.structure(tree).unflatten(align(tree, other, name))
 
 
 def map_masks(
@@ -99,7 +209,8 @@ class Prunable(NamedTuple):
   """The prunable leaves of a parameter tree: what an algorithm handles.
 
   `updater.view(params)` makes it. All lists have one entry per prunable leaf,
-  in the order of the tree; dense leaves, `None` and packed bits do not show.
+  in the order of the tree; dense leaves, `None` and packed bits do not show. A
+  stacked leaf shows as its slices, each of them a leaf.
 
   Attributes:
     names: path of each prunable leaf.
@@ -108,7 +219,8 @@ class Prunable(NamedTuple):
     params: the parameters.
     packed: whether stored masks hold one bit per weight.
     places: index of each prunable leaf among all leaves.
-    among: paths of all leaves.
+    among: paths of all leaves, and of slices in the place of stacked ones.
+    cuts: where in the leaf a slice lies; None for a leaf that is no stack.
   """
 
   names: tuple[Names, ...]
@@ -118,12 +230,46 @@ class Prunable(NamedTuple):
   packed: bool
   places: tuple[int, ...]
   among: tuple[Names, ...]
+  cuts: tuple[Any, ...]
 
   @property
   def leaves(self) -> list[Any]:
     """The prunable parameters."""
+    return self.split(jax.tree.leaves(self.params))
+
+  def split(self, column: list[Any]) -> list[Any]:
+    """Return an entry per prunable leaf, given one for each leaf of the tree.
+
+    Args:
+      column: entries in the order of the tree, stacked leaves whole.
+
+    Returns:
+      A list, one entry per prunable leaf.
+    """
     leaves = jax.tree.leaves(self.params)
-    return [leaves[i] for i in self.places]
+    return [
+      column[i] if cut is None else cut.take(column[i], leaves[i].shape)
+      for i, cut in zip(self.places, self.cuts, strict=True)
+    ]
+
+  def merge(self, entries: Iterable[Any]) -> dict[int, Any]:
+    """Return place -> entry for the whole leaf: the inverse of `split`.
+
+    Args:
+      entries: one per prunable leaf.
+
+    Returns:
+      A dict; the places of dense leaves are missing.
+    """
+    parts: dict[int, list[Any]] = {}
+    for place, entry in zip(self.places, entries, strict=True):
+      parts.setdefault(place, []).append(entry)
+    cut_at = dict(zip(self.places, self.cuts, strict=True))
+    leaves = jax.tree.leaves(self.params)
+    return {
+      i: found[0] if cut_at[i] is None else cut_at[i].put(found, leaves[i])
+      for i, found in parts.items()
+    }
 
   def of(self, tree: PyTree, name: str = "masks") -> list[Any]:
     """Return a tree's entries for the prunable leaves, masks unpacked.
@@ -137,20 +283,17 @@ class Prunable(NamedTuple):
       A list, one entry per prunable leaf.
     """
     entries = align(self.params, tree, name)
-    found = []
-    for place, names in zip(self.places, self.names, strict=True):
+    leaves = jax.tree.leaves(self.params)
+    for place, names in dict(zip(self.places, self.names, strict=True)).items():
       if entries[place] is None:
         raise ValueError(
           f"{name}: no entry for params leaf {join(names)!r}, which is pruned; "
           f"pass the {name} of all params"
         )
-      found.append(entries[place])
-    # All prunable leaves are floats, so packed uint8 entries are masks.
-    if self.packed:
-      pairs = zip(found, self.leaves, strict=True)
-      is_mask = lambda x: getattr(x, "dtype", None) == jnp.uint8
-      found = [unpack(x, p) if is_mask(x) else x for x, p in pairs]
-    return found
+      # All prunable leaves are floats, so packed uint8 entries are masks.
+      if self.packed and getattr(entries[place], "dtype", None) == jnp.uint8:
+        entries[place] = unpack(entries[place], leaves[place])
+    return self.split(entries)
 
   def put(self, tree: PyTree, entries: Iterable[Any]) -> PyTree:
     """Return `tree` with these entries in place of the prunable leaves.
@@ -163,7 +306,7 @@ class Prunable(NamedTuple):
       A tree of the structure of the parameters.
     """
     result = align(self.params, tree, "tree")
-    for place, entry in zip(self.places, entries, strict=True):
+    for place, entry in self.merge(entries).items():
       result[place] = entry
     return jax.tree.structure(self.params).unflatten(result)
 
@@ -179,11 +322,21 @@ class Prunable(NamedTuple):
     """
     return self.put(trees[0], map(fn, *(self.of(t, "trees") for t in trees)))
 
-  def store(self, masks: Iterable[Any]) -> PyTree:
-    """Return the tree of masks that a state keeps: packed, if they are."""
-    if self.packed:
-      masks = [with_auto_axes(mask_calculator.pack_mask, m) for m in masks]
-    return self.put(None, masks)
+  def store(self, entries: Iterable[Any]) -> PyTree:
+    """Return the tree that a state keeps: masks packed, if they are.
+
+    Args:
+      entries: one per prunable leaf: masks, or other arrays or scalars.
+
+    Returns:
+      A tree of the structure of the parameters; dense leaves are `ABSENT`.
+    """
+    stored: list[Any] = [None] * jax.tree.structure(self.params).num_leaves
+    for place, entry in self.merge(entries).items():
+      if self.packed and getattr(entry, "dtype", None) == jnp.uint8:
+        entry = with_auto_axes(mask_calculator.pack_mask, entry)
+      stored[place] = entry
+    return fill(self.params, stored)
 
 
 def unpack(mask: jax.Array, param: jax.Array) -> jax.Array:
@@ -207,24 +360,29 @@ def match_patterns(
   spelled = {
     key: join(key) if isinstance(key, tuple) else str(key) for key in patterns
   }
-  paths = [join(n) for n in names]
+  # A slice has two paths: its own, and that of the stacked leaf.
+  paths = [list(dict.fromkeys([join(n), "/".join(n)])) for n in names]
+  known = dict.fromkeys(path for own in paths for path in own)
   for pattern in spelled.values():
-    if not any(p == pattern or fnmatch.fnmatchcase(p, pattern) for p in paths):
+    if not any(p == pattern or fnmatch.fnmatchcase(p, pattern) for p in known):
       raise ValueError(
         f"{argument}: {pattern!r} matches no leaf of params; "
-        f"{nearest(pattern, paths)}"
+        f"{nearest(pattern, known)}"
       )
 
-  def applies(path: str) -> Any:
+  def applies(own: list[str]) -> Any:
     for key, pattern in spelled.items():
-      if path == pattern:
+      if pattern == own[0]:
         return key
     for key, pattern in spelled.items():
-      if fnmatch.fnmatchcase(path, pattern):
+      if pattern in own:
+        return key
+    for key, pattern in spelled.items():
+      if any(fnmatch.fnmatchcase(path, pattern) for path in own):
         return key
     return None
 
-  return [applies(path) for path in paths]
+  return [applies(own) for own in paths]
 
 
 def shard_like(x: jax.Array, param: jax.Array) -> jax.Array:

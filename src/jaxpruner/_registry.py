@@ -39,7 +39,7 @@ class Registry(MutableMapping[str, T], Generic[T]):
     3.0
     >>> table.find("sqr")
     Traceback (most recent call last):
-    ValueError: format='sqr' is unknown, not registered; did you mean 'sqrt'? \
+    ValueError: format: 'sqr' is unknown, not registered; did you mean 'sqrt'? \
 (register your own with register_format)
   """
 
@@ -92,7 +92,7 @@ class Registry(MutableMapping[str, T], Generic[T]):
     """
     if name not in self:
       raise ValueError(
-        f"{self.argument}={name!r} is unknown, not registered; "
+        f"{self.argument}: {name!r} is unknown, not registered; "
         f"{_tools.nearest(name, self)} (register your own with {self.door})"
       )
     return self[name]

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpruner import _leaves, engine
+from jaxpruner._leaves import ABSENT
 from jaxpruner.engine.draw import draw  # noqa: F401
 
 Array: TypeAlias = jax.Array
@@ -85,23 +86,44 @@ class Tally(NamedTuple):
   grown: Array
   dropped: Array
   reset: Array
-  explored: Array | None = None
+  explored: Any = ABSENT
 
 
-class SparseState(NamedTuple):
+class _Fields(NamedTuple):
+  """What a `SparseState` holds; `ABSENT` stands for nothing."""
+
+  stored_masks: PyTree = ABSENT
+  inner_state: Any = ABSENT
+  target_sparsities: Sparsities = ABSENT
+  count: Any = ABSENT
+  key: Any = ABSENT
+  skipped: Any = ABSENT
+  stats: Any = ABSENT
+  explored: PyTree = ABSENT
+  tally: Any = ABSENT  # a Tally
+  hidden: PyTree = ABSENT
+
+
+class SparseState(_Fields):
   """Hold the state of an updater: an Optax state, to be saved in checkpoints.
+
+  It holds `optax.MaskedNode()`, never `None`, in the place of dense leaves and
+  unused fields, so that trainers and checkpoints can walk it.
 
   Attributes:
     masks: uint8 of the parameter's shape (or packed bits), None where dense.
+    stored_masks: the same, `optax.MaskedNode()` where dense.
     inner_state: state of the wrapped optimizer.
-    target_sparsities: float32 per leaf, None where dense.
+    target_sparsities: float32 per prunable leaf.
     count: number of updates so far.
-    key: PRNG key data of algorithms that draw random numbers, else None.
+    key: PRNG key data of algorithms that draw random numbers.
     skipped: per prunable leaf, the number of mask updates that were refused
       because of non-finite scores.
-    stats: arrays that an algorithm carries from step to step.
+    stats: a dict of arrays that an algorithm carries from step to step.
     explored: the union of all masks so far, if the updater tracks it.
     tally: counts of the last mask update; see `state_metrics`.
+    hidden: the dense weights that `params` show masked (or in a lower
+      precision), if the algorithm trains them; see `dense_params`.
 
   Example:
     >>> import jax.numpy as jnp, jaxpruner
@@ -111,15 +133,42 @@ class SparseState(NamedTuple):
     ([[1, 1], [1, 1]], None, 0)
   """
 
-  masks: Masks
-  inner_state: Any = None
-  target_sparsities: Sparsities = None
-  count: Any = None
-  key: Any = None
-  skipped: Any = None
-  stats: Any = None
-  explored: Masks = None
-  tally: Any = None  # a Tally
+  __slots__ = ()
+
+  def __new__(
+    cls,
+    masks: Masks = ABSENT,
+    inner_state: Any = ABSENT,
+    target_sparsities: Sparsities = ABSENT,
+    count: Any = ABSENT,
+    key: Any = ABSENT,
+    skipped: Any = ABSENT,
+    stats: Any = ABSENT,
+    explored: Masks = ABSENT,
+    tally: Any = ABSENT,
+    hidden: PyTree = ABSENT,
+    **stored_masks: PyTree,
+  ):
+    # JAX and Flax rebuild states by place or by field: no value is changed.
+    fields = (masks, inner_state, target_sparsities, count, key, skipped, stats)
+    self = super().__new__(cls, *fields, explored, tally, hidden)
+    return self._replace(**stored_masks) if stored_masks else self
+
+  @property
+  def masks(self) -> Masks:
+    return _leaves.show(self.stored_masks)
+
+  def _replace(  # pyright: ignore[reportIncompatibleMethodOverride]
+    self, **fields: Any
+  ) -> "SparseState":
+    if "masks" in fields:
+      fields["stored_masks"] = _leaves.hide(fields.pop("masks"))
+    return super()._replace(**fields)
+
+  def without_none(self) -> "SparseState":
+    """Return the state with `ABSENT` for every `None` a user wrote into it."""
+    fields = {name: _leaves.hide(getattr(self, name)) for name in self._fields}
+    return self._replace(**fields | {"inner_state": self.inner_state})
 
 
 def apply_mask(param: Array, mask: Any, is_packed: bool = False) -> Array:
@@ -155,25 +204,24 @@ unpack_mask = _leaves.unpack
 
 
 @jax.custom_vjp
-def masked_forward(param: Array, mask: Array, reach: Array | None) -> Array:
-  """Return the masked weights; the gradient reaches the weights in `reach`.
+def masked_forward(param: Array, mask: Array) -> Array:
+  """Return the masked weights; the gradient reaches all of them.
+
+  This is the straight-through estimator.
 
   Args:
     param: the weights.
     mask: uint8, the weights that the forward pass uses.
-    reach: uint8, the weights that the gradient reaches; None means all weights,
-      the straight-through estimator.
 
   Returns:
     The weights, +0.0 where the mask is 0.
   """
-  del reach
   return apply_mask(param, mask)
 
 
 masked_forward.defvjp(
-  lambda param, mask, reach: (apply_mask(param, mask), reach),
-  lambda reach, cotangent: (apply_mask(cotangent, reach), None, None),
+  lambda param, mask: (apply_mask(param, mask), None),
+  lambda _, cotangent: (cotangent, None),
 )
 
 
@@ -228,45 +276,56 @@ def replace_masks(
   """
   if not masks:
     return state
-  stored = jax.tree.leaves(view.store(masks))
-  old = jax.tree.leaves(state.masks)
+  # Masks are compared as they are stored; slices of a stack are not stored.
+  stacked = any(view.cuts)
+  stored, treedef = jax.tree.flatten(view.store(masks))
+  new = masks if stacked else stored
+  old = comparable(view, state.masks)
   kept = []
-  for i, (mask, before) in enumerate(zip(stored, old, strict=True)):
+  for i, (mask, before) in enumerate(zip(new, old, strict=True)):
     (ok,) = engine.row_from([finite], i)
     if shrink:
       ok &= count_ones(mask) <= count_ones(before)
     kept.append(jnp.where(ok, mask, before))
   skipped = state.skipped
-  if skipped is not None:
+  if not _leaves.is_absent(skipped):
     skipped = skipped + (1 - finite.astype(jnp.int32))
-  return state._replace(masks=view.put(None, kept), skipped=skipped)
+  kept = view.store(kept) if stacked else treedef.unflatten(kept)
+  return state._replace(masks=kept, skipped=skipped)
 
 
-def new_tally(leaves: list[Any], masks: list[Any], tracked: bool) -> Tally:
+def comparable(view: _leaves.Prunable, masks: Masks) -> list[Array]:
+  """Return a mask per prunable leaf: as it is stored, or a slice of it."""
+  return view.of(masks) if any(view.cuts) else jax.tree.leaves(masks)
+
+
+def new_tally(view: _leaves.Prunable, masks: Masks, tracked: bool) -> Tally:
   """Return the counts before the first update.
 
   Args:
-    leaves: the prunable leaves.
-    masks: their masks.
+    view: the prunable leaves.
+    masks: their masks, as a state stores them.
     tracked: whether the union of all masks is tracked.
 
   Returns:
     A `Tally`.
   """
-  size = jnp.asarray(np.array([leaf.size for leaf in leaves], np.uint32))
-  kept = jnp.stack([count_ones(mask) for mask in masks])
+  sizes = [math.prod(leaf.shape) for leaf in view.leaves]
+  size = jnp.asarray(np.array(sizes, np.uint32))
+  kept = jnp.stack([count_ones(mask) for mask in comparable(view, masks)])
   # Separate buffers: a donated state must not contain a buffer twice.
   grown, dropped, reset = (jnp.zeros_like(kept) for _ in range(3))
-  explored = jnp.copy(kept) if tracked else None
+  explored = jnp.copy(kept) if tracked else ABSENT
   return Tally(size, kept, grown, dropped, reset, explored)
 
 
 def count_changes(
-  old: SparseState, new: SparseState, fresh: bool
+  view: _leaves.Prunable, old: SparseState, new: SparseState, fresh: bool
 ) -> SparseState:
   """Return the new state with its tally updated, if its masks changed.
 
   Args:
+    view: the prunable leaves.
     old: the state before a mask update.
     new: the state after it.
     fresh: whether grown weights get fresh optimizer moments.
@@ -276,12 +335,15 @@ def count_changes(
   """
   before, after = jax.tree.leaves(old.masks), jax.tree.leaves(new.masks)
   same = all(a is b for a, b in zip(before, after, strict=True))
-  if old.tally is None or same:
+  if _leaves.is_absent(old.tally) or same:
     return new
-  if new.explored is not None:
-    union = jax.tree.map(jnp.bitwise_or, new.explored, new.masks)
+  if not _leaves.is_absent(new.explored):
+    union = jax.tree.map(jnp.bitwise_or, new.explored, new.stored_masks)
     new = new._replace(explored=union)
-  seen = [count_ones(mask) for mask in jax.tree.leaves(new.explored)]
+  seen = []
+  if not _leaves.is_absent(new.explored):
+    seen = [count_ones(mask) for mask in comparable(view, new.explored)]
+  before, after = comparable(view, old.masks), comparable(view, new.masks)
   kept, grown = jnp.stack(list(map(_kept_and_grown, before, after)), 1)
   return new._replace(
     tally=old.tally._replace(
@@ -289,7 +351,7 @@ def count_changes(
       grown=grown,
       dropped=old.tally.kept + grown - kept,
       reset=grown if fresh else old.tally.reset,
-      explored=jnp.stack(seen) if seen else None,
+      explored=jnp.stack(seen) if seen else ABSENT,
     )
   )
 

@@ -1,6 +1,7 @@
 """Small helpers that several rooms share; nothing here knows JAX."""
 
 import difflib
+import re
 import zlib
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -29,6 +30,22 @@ def nearest(word: Any, words: Iterable[str]) -> str:
     return f"did you mean {close[0]!r}?"
   shown = ", ".join(map(repr, words[:12])) + (", …" if len(words) > 12 else "")
   return f"choose from {shown}" if words else "there is nothing to choose from"
+
+
+def words(name: str) -> list[str]:
+  """Return the words of a name in camel or snake case, and its numbers.
+
+  Args:
+    name: the name of a module or an array.
+
+  Returns:
+    The words as they are written.
+
+  Example:
+    >>> words("LayerNorm_0"), words("ln_f"), words("normal_dense")
+    (['Layer', 'Norm', '0'], ['ln', 'f'], ['normal', 'dense'])
+  """
+  return re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+", name)
 
 
 def align_columns(

@@ -7,15 +7,17 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from jaxpruner import _leaves, _moments, engine, sparsity_schedules
-from jaxpruner._leaves import PyTree
+from jaxpruner._leaves import PyTree, is_absent
 from jaxpruner._state import SparseState, check_fit, count_changes
 
-# What a mask update may change; the optimizer's state is not part of it.
-_CHANGING = ("masks", "skipped", "explored", "tally")
+# What a mask update changes; the optimizer's state is not part of it.
+_CHANGING = ("stored_masks", "skipped", "explored", "tally")
 
 
 def wrap(
@@ -39,17 +41,22 @@ def wrap(
   inner = optax.with_extra_args_support(inner)
 
   def init(params: PyTree) -> SparseState:
+    if is_placeholder(params):
+      return placeholders(updater, inner, params)
     state = updater.init_state(params)
-    inner_state = inner.init(params)
+    inner_state = inner.init(updater.dense_params(params, state))
     _warn_if_moments_stay(updater, inner_state, params, state.masks)
     return state._replace(inner_state=inner_state)
 
   def update(updates, state, params: Any = None, **extra):
-    grads = updates  # Optax calls both by this name
-    _check(updater, grads, state, params)
-    state = updater.on_gradients(state, params, grads)
+    state = _checked(updater, updates, state, params)
+    shown, params = params, updater.dense_params(params, state)
+    grads = updater.backward(updates, state, params)
+    if updater.master_dtype is not None:
+      grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
+    state = updater.on_gradients(state, params, grads).without_none()
     due = updater.scheduler.is_mask_update_iter(state.count)
-    if not updater.straight_through:
+    if not updater.reselects:
       state = _new_masks(updater, due, state, params, grads, extra)
     seen = updater.prepare_gradients(grads, state, params)
     step = lambda old: inner.update(seen, old, params, **extra)
@@ -58,23 +65,52 @@ def wrap(
     updates = updater.hold_zeros(updates, state, params)
     count = optax.safe_increment(state.count)
     state = state._replace(inner_state=inner_state, count=count)
-    if updater.straight_through:
+    if updater.reselects or updater.hides:
+      updates = _leaves.like(params, updates, "updates")
       moved = optax.apply_updates(params, updates)
-      state = _new_masks(updater, True, state, moved, grads, extra)
+      if updater.reselects:
+        state = _new_masks(updater, True, state, moved, grads, extra)
+      if updater.hides:
+        updates, state = _hide(updater, updates, state, shown, moved)
     return updates, state
 
   return optax.GradientTransformationExtraArgs(init, update)
 
 
+def _hide(updater, updates, state, params, moved) -> tuple[Any, SparseState]:
+  """Return the updates from the present to the next masked params.
+
+  The state takes the dense weights `moved`. In float32 a difference of half
+  precision numbers is exact, and so is that of a weight and its next value.
+  """
+  seen = _leaves.align(params, updater.forward(moved, state))
+  olds = _leaves.align(params, state.hidden)
+  news, found = [], []
+  for p, u, w, s, old in zip(
+    jax.tree.leaves(params),
+    _leaves.align(params, updates),
+    jax.tree.leaves(moved),
+    seen,
+    olds,
+    strict=True,
+  ):
+    if old is not None:
+      dtype = jnp.promote_types(jnp.promote_types(p.dtype, u.dtype), "float32")
+      u = s.astype(p.dtype).astype(dtype) - p.astype(dtype)
+    found.append(u)
+    news.append(old if old is None else w)
+  hidden = _leaves.fill(params, news)
+  updates = jax.tree.structure(params).unflatten(found)
+  return updates, state._replace(hidden=hidden)
+
+
 def _new_masks(updater, due, state, params, grads, extra) -> SparseState:
   """Return the state after a mask update, if it is due."""
-  own = not type(updater).update_state.__module__.startswith("jaxpruner.")
-  names = _CHANGING
-  if own:  # a user's may change anything
-    names = SparseState._fields
-  elif updater.changes_stats or updater.steady:
-    names = (*names, "stats")
-  if not own and updater.category.when == "before":
+  names = (*_CHANGING, *(n for n in updater.changes if n not in _CHANGING))
+  own = "inner_state" in names  # a user's, which may change anything
+  if not own and (
+    updater.category.when == "before" or not jax.tree.leaves(state.stored_masks)
+  ):
     return state
 
   def change(fields: dict[str, Any]) -> dict[str, Any]:
@@ -82,13 +118,34 @@ def _new_masks(updater, due, state, params, grads, extra) -> SparseState:
     options = accepted(updater.update_state, extra)
     new = updater.update_state(old, params, grads, **options)
     _check_structure(updater, old, new)
-    new = count_changes(old, new, updater.regrows)
+    view = updater.view(params)
+    new = count_changes(view, old, new.without_none(), updater.regrows)
     return {name: getattr(new, name) for name in names}
 
   fields = {name: getattr(state, name) for name in names}
-  if not own and not jax.tree.leaves(state.masks):
-    return state
   return state._replace(**engine.run_if(due, change, fields))
+
+
+def is_placeholder(params: PyTree) -> bool:
+  """Tell whether `optax.tree_map_params` asks which fields are like params."""
+  return type(params).__name__ == "_ParamsPlaceholder"
+
+
+def placeholders(updater: Any, inner: Any, params: PyTree) -> SparseState:
+  """Return a state with the placeholder in every field that is like params."""
+  leaf = np.zeros([], np.int32)
+  return SparseState(
+    masks=params,
+    inner_state=inner.init(params),
+    target_sparsities=leaf,
+    count=leaf,
+    key=leaf,
+    skipped=leaf,
+    stats=leaf,
+    explored=params if updater.track_exploration else leaf,
+    tally=leaf,
+    hidden=params if updater.hides else leaf,
+  )
 
 
 def _optimize(updater, inner, step, state, params, rest):
@@ -161,22 +218,66 @@ def check_masks(
       )
 
 
-def _check(updater, grads, state, params) -> None:
-  """Raise if the arguments of `update` do not fit."""
+def check_made_by(updater: Any, params: PyTree, state: SparseState) -> None:
+  """Raise if another configuration made a state.
+
+  Its masks must be those of the updater's prunable leaves, which is known while
+  tracing too. Target sparsities are compared outside `jit`, where their values
+  are known.
+  """
+  if updater.category.start == "dense" or is_absent(state.target_sparsities):
+    return
+  view, name = updater.view(params), type(updater).__name__
+  cure = (
+    "the state was made under another configuration: restore it with the "
+    "pruner that made it, or call tx.init(params) with continue_sparse=True "
+    "to go on from its zeros"
+  )
+  for i, mask in enumerate(_leaves.align(params, state.masks)):
+    if (mask is not None) != (i in view.places):
+      raise ValueError(
+        f"params leaf {_leaves.join(view.among[i])!r}: the state "
+        f"{'holds no mask, but' if mask is None else 'holds a mask, but not'} "
+        f"{name} prunes it; {cure}"
+      )
+  stored = view.of(state.target_sparsities, "target_sparsities")
+  for names, wanted, found in zip(
+    view.names, view.targets, stored, strict=True
+  ):
+    known = isinstance(wanted, float) and np.ndim(found) == 0
+    if known and not isinstance(found, jax.core.Tracer):
+      if abs(float(found) - wanted) > 1e-6:
+        raise ValueError(
+          f"params leaf {_leaves.join(names)!r}: the state's target sparsity "
+          f"is {float(found):g}, that of {name} is {wanted:g}; {cure}"
+        )
+
+
+def _checked(updater, grads, state, params) -> SparseState:
+  """Return the state, or raise if the arguments of `update` do not fit."""
   if params is None:
     raise ValueError(
       f"{type(updater).__name__}.wrap_optax(…).update needs params: call "
       "tx.update(grads, opt_state, params)"
     )
+  state = state.without_none()
   check_masks(
     params, state.masks, updater.use_packed_masks, state.target_sparsities
   )
+  check_made_by(updater, params, state)
   if updater.is_sparse_gradients or "gradients" in updater.needs:
     _leaves.align(params, grads, "grads")  # raises where they differ
+  if updater.hides and is_absent(state.hidden) and jax.tree.leaves(state.masks):
+    raise ValueError(
+      f"the state holds no hidden weights, which {type(updater).__name__} "
+      "trains; restore it into the structure that tx.init(params) gives"
+    )
+  return state
 
 
 def _check_structure(updater: Any, old: SparseState, new: Any) -> None:
-  given, got = jax.tree.structure(old), jax.tree.structure(new)
+  shape = lambda state: jax.tree.structure(state.without_none())
+  given, got = shape(old), shape(new)
   if got != given:
     raise ValueError(
       f"{type(updater).__name__}.update_state must return a SparseState of the "
@@ -187,7 +288,7 @@ def _check_structure(updater: Any, old: SparseState, new: Any) -> None:
 def _warn_if_never_updates(updater: Any) -> None:
   if (
     isinstance(updater.scheduler, sparsity_schedules.NoUpdateSchedule)
-    and updater.holds_zeros
+    and not updater.reselects
     and (updater.category.start == "dense-to-sparse" or updater.regrows)
   ):
     warnings.warn(

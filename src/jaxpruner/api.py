@@ -4,13 +4,13 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from jaxpruner import _tools, algorithms, base_updater
+from jaxpruner import _legacy, _tools, algorithms, base_updater
 from jaxpruner._registry import Registry as Registry
 from jaxpruner.config import codec, distribution, schedule
 
 _REGISTRY: Registry[type[base_updater.BaseUpdater]] = Registry(
   "algorithm",
-  "jaxpruner.register_algorithm",
+  "jaxpruner.register_algorithm; jaxpruner.all_algorithm_names() lists all",
   {
     "no_prune": base_updater.NoPruning,
     "magnitude": algorithms.MagnitudePruning,
@@ -23,6 +23,7 @@ _REGISTRY: Registry[type[base_updater.BaseUpdater]] = Registry(
     "static_sparse": algorithms.StaticRandomSparse,
     "set": algorithms.SET,
     "rigl": algorithms.RigL,
+    "signal_rigl": algorithms.SignalRigL,
     "snfs": algorithms.SNFS,
     "top_kast": algorithms.TopKAST,
     "itop": algorithms.ITOP,
@@ -166,7 +167,8 @@ def create_updater_from_config(
         "polynomial", "alternating", "geometric", or a name given to
         `register_schedule`, with its fields as further keys.
       - `drop`, `grow`: how a sparse trainer ranks weights: "magnitude",
-        "gradient", "momentum", "random" or "magnitude_gradient".
+        "gradient", "momentum", "random", "magnitude_gradient" or
+        "signal_to_noise".
         `redistribute`: "momentum" or "survivors". Each may be a mapping
         `{"name": …, field: value}`.
       - `phases`: a list of configurations, each with the step `start` from
@@ -269,7 +271,7 @@ def config_from_updater(updater: base_updater.BaseUpdater) -> dict[str, Any]:
     >>> import jaxpruner
     >>> config_from_updater(
     ...   jaxpruner.MagnitudePruning(sparsity_type=jaxpruner.NByM(2, 4)))
-    {'algorithm': 'magnitude', 'sparsity_type': 'nm_2,4,-2'}
+    {'algorithm': 'magnitude', 'sparsity_type': 'nm_2,4'}
   """
   if not isinstance(updater, base_updater.BaseUpdater):
     raise ValueError(f"updater={updater!r} must be a jaxpruner.BaseUpdater")
@@ -307,7 +309,7 @@ def _spelled(
       return codec.spell_distribution(value)
     implied = distribution.knows_sparsity(updater.sparsity_type)
     return {} if implied else {"sparsity": 0.0}
-  if name == "custom_sparsity_map":
+  if name in ("custom_sparsity_map", "stacked_axis") and hasattr(value, "keys"):
     return {name: codec.spell_map(value)} if value else {}
   if base_updater.frozen(value) == base_updater.frozen(field.default):
     return {}
@@ -321,3 +323,6 @@ def _plain(value: Any) -> Any:
   if hasattr(value, "items"):
     return {key: _plain(entry) for key, entry in value.items()}
   return value
+
+
+__getattr__ = _legacy.old_names(__name__)

@@ -14,6 +14,7 @@ import optax
 
 from jaxpruner import (
   _leaves,
+  _legacy,
   _ranking,
   _transform,
   _view,
@@ -52,6 +53,7 @@ __all__ = [
   "apply_mask",
   "find_state",
   "frozen",
+  "hold_at_zero",
   "masked_forward",
   "replace_masks",
 ]
@@ -82,6 +84,14 @@ class BaseUpdater:
     continue_sparse: start from a sparse model: weights that are zero at `init`
       are already pruned. Masks do not change until the schedule asks for fewer
       weights than are left.
+    master_dtype: the dtype of a copy of the weights that the state keeps and
+      the optimizer updates, such as "float32" for bfloat16 params; None keeps
+      no copy beyond what the algorithm needs.
+    stacked_axis: which leaves hold a stack of layers, each slice of which has
+      its own target and mask: "auto" finds what `nn.scan`, `nn.vmap` and
+      annotated axes say; an axis such as 0 for all leaves; a mapping from path
+      or glob to axis; a function `(names, param) -> axis or None`; "none" for
+      no leaf. `sparsity_table` shows what was found.
 
   Example:
     >>> import dataclasses, functools, jax, jax.numpy as jnp, jaxpruner
@@ -106,22 +116,21 @@ class BaseUpdater:
   topk_fn: Callable[[Array, Any], Array] | None = None
   track_exploration: bool = False
   continue_sparse: bool = False
+  master_dtype: Any = None
+  stacked_axis: Any = "auto"
 
   category: ClassVar[Category] = Category()
   # "leaf": scores are ranked within their leaf; "global": over all leaves.
   ranking: ClassVar[str] = "leaf"
-  # Whether removed weights are zero in the parameters.
-  holds_zeros: ClassVar[bool] = True
-  # Whether masks are selected after every update, from the new weights, and
-  # applied in the forward pass only.
+  # Whether removed weights are trained on, in the state; params show zeros.
   straight_through: ClassVar[bool] = False
+  # Whether masks are selected after every step, from the new weights.
+  reselects: ClassVar[bool] = False
   # Whether removed weights may return, with fresh optimizer moments.
   regrows: ClassVar[bool] = False
-  # Whether mask updates change `stats` too.
-  changes_stats: ClassVar[bool] = False
-  # Whether scores change little from step to step: the search for a threshold
-  # then starts from the last one, which is kept in `stats`.
-  steady: ClassVar[bool] = False
+  # The fields of the state that `update_state` changes, beside the masks. A
+  # class that overrides it without saying which may change all of them.
+  changes: ClassVar[tuple[str, ...]] = ()
 
   def __init_subclass__(cls, **kwargs):
     super().__init_subclass__(**kwargs)
@@ -130,6 +139,8 @@ class BaseUpdater:
     for name in ("__eq__", "__hash__"):
       if name not in cls.__dict__:
         setattr(cls, name, getattr(BaseUpdater, name))
+    if "update_state" in cls.__dict__ and "changes" not in cls.__dict__:
+      cls.changes = SparseState._fields
 
   def __post_init__(self):
     _view.check_fields(self)
@@ -152,6 +163,11 @@ class BaseUpdater:
   def needs(self) -> frozenset[str]:
     """The inputs of the scores: the category's, and those of its parts."""
     return self.category.needs
+
+  @property
+  def hides(self) -> bool:
+    """Whether the state keeps weights that params do not show as they are."""
+    return self.straight_through or self.master_dtype is not None
 
   # --- hooks that an algorithm may override --------------------------------
 
@@ -236,9 +252,9 @@ class BaseUpdater:
       [[1, 1], [1, 1]]
     """
     view = self.view(params, target_sparsities)
-    if self.straight_through and "gradients" not in self.needs:
-      scores = view.of(self.calculate_scores(params), "scores")
-      start = SparseState(None, target_sparsities=target_sparsities, count=0)
+    if self.reselects and "gradients" not in self.needs:
+      scores = view.of(self._calculate(params), "scores")
+      start = SparseState(target_sparsities=target_sparsities, count=0)
       wanted = self.sparsities_at(view, start, 0)
       return view.put(None, self._select(view, scores, wanted).masks)
     ones = lambda p: jnp.ones_like(p, dtype=mask_calculator.MASK_DTYPE)
@@ -252,11 +268,10 @@ class BaseUpdater:
       masks: the first masks, not packed.
 
     Returns:
-      A pytree of arrays, or None.
+      A dict of arrays or trees of arrays, or None.
     """
-    del params
-    number = len(jax.tree.leaves(masks))
-    return engine.new_hint(number) if self.steady and number else None
+    del params, masks
+    return None
 
   def on_gradients(
     self, state: SparseState, params: PyTree, grads: PyTree
@@ -305,11 +320,54 @@ class BaseUpdater:
       return sparse_state
     scores = self._scores(view, sparse_state, grads, extra)
     wanted = self.sparsities_at(view, sparse_state, sparse_state.count)
-    hint = sparse_state.stats if self.steady else None
+    stats = sparse_state.stats
+    hint = stats.get("hint") if isinstance(stats, dict) else None
     found = self._select(view, scores, wanted, hint)
     if hint is not None:
-      sparse_state = sparse_state._replace(stats=found.hint)
+      stats = {**stats, "hint": found.hint}
+      sparse_state = sparse_state._replace(stats=stats)
     return self._replace_masks(view, sparse_state, found.masks, found.finite)
+
+  def forward(self, params: PyTree, state: SparseState) -> PyTree:
+    """Return what the forward pass uses of the dense weights.
+
+    Args:
+      params: the dense weights.
+      state: the state, with the masks in force.
+
+    Returns:
+      A tree like `params`; by default removed weights are +0.0.
+    """
+    return self.apply_masks(params, state.masks)
+
+  def backward(
+    self, grads: PyTree, state: SparseState, params: PyTree
+  ) -> PyTree:
+    """Return the gradients of the dense weights.
+
+    Args:
+      grads: the gradients at `forward(params, state)`.
+      state: the state before the step.
+      params: the dense weights.
+
+    Returns:
+      A tree like `grads`; by default the same, the straight-through estimator.
+    """
+    del state, params
+    return grads
+
+  def lift(self, params: PyTree, state: SparseState) -> PyTree:
+    """Return dense weights for parameters that were changed from outside.
+
+    Args:
+      params: the parameters.
+      state: the state before the step.
+
+    Returns:
+      A tree like `params`, which `forward` takes back to them.
+    """
+    del state
+    return params
 
   def prepare_gradients(
     self, grads: PyTree, state: SparseState, params: PyTree
@@ -344,32 +402,23 @@ class BaseUpdater:
       The updates. The update of a pruned weight is minus the weight, in a dtype
       in which the sum is exact.
     """
-    if not self.holds_zeros:
+    if self.straight_through:
       return updates
-
-    def hold(_, param, update, mask):
-      if mask is None:
-        return update
-      dtype = jnp.promote_types(param.dtype, update.dtype)
-      mask = _leaves.unpack(mask, param) if self.use_packed_masks else mask
-      return jnp.where(mask, update.astype(dtype), -param.astype(dtype))
-
-    updates = jax.tree.structure(params).unflatten(
-      _leaves.align(params, updates, "updates")
-    )
-    return _leaves.map_masks(hold, params, updates, state.masks)
+    return hold_at_zero(self, updates, state, params)
 
   def pre_forward_update(self, params: PyTree, opt_state: PyTree) -> PyTree:
-    """Return the parameters for the forward pass.
+    """Return the parameters for the forward pass: those you have.
+
+    No algorithm needs this call: the parameters that a trainer holds are the
+    masked ones. Of parameters that are not masked yet, before the first step,
+    a straight-through algorithm returns the masked ones.
 
     Args:
       params: the parameters.
       opt_state: the optimizer's state, which holds a `SparseState`.
 
     Returns:
-      The parameters. Straight-through algorithms return masked parameters,
-        whose
-      gradient reaches every weight.
+      A tree like `params`; gradients reach every weight.
 
     Example:
       >>> import functools, jax.numpy as jnp, jaxpruner
@@ -386,22 +435,64 @@ class BaseUpdater:
     masks = find_state(opt_state).masks
     if not jax.tree.leaves(masks):
       return params
-    see = lambda param, mask: masked_forward(param, mask, None)
-    return self.view(params).map(see, params, masks)
+    return self.view(params).map(masked_forward, params, masks)
 
-  def post_gradient_update(self, params: PyTree, opt_state: PyTree) -> PyTree:
-    """Return the parameters with pruned weights at zero; idempotent.
+  def dense_params(self, params: PyTree, opt_state: PyTree) -> PyTree:
+    """Return the weights that are trained: the hidden ones where params agree.
 
-    `wrap_optax` keeps pruned weights at zero already. Call this function once
-    after `init`, so that the first forward pass is sparse too, and on copies
-    that the optimizer does not update: averages, target networks.
+    The state of a straight-through algorithm keeps the weights that `params`
+    show as zero. A weight that `params` show otherwise than the state would
+    was changed from outside, by another optimizer or an average: it is taken as
+    `params` have it.
 
     Args:
       params: the parameters.
       opt_state: the optimizer's state, which holds a `SparseState`.
 
     Returns:
-      The parameters, masked if the algorithm keeps pruned weights at zero.
+      A tree like `params`, of `master_dtype` if there is one.
+
+    Example:
+      >>> import functools, jax.numpy as jnp, jaxpruner
+      >>> pruner = jaxpruner.SteMagnitudePruning(
+      ...   sparsity_distribution_fn=functools.partial(
+      ...     jaxpruner.sparsity_distributions.uniform, sparsity=0.5))
+      >>> params = jnp.array([[3.0, -1, 2, -4]])
+      >>> state = pruner.init_state(params)
+      >>> pruner.dense_params(jnp.array([[3.0, 0, 0, -5]]), state).tolist()
+      [[3.0, -1.0, 2.0, -5.0]]
+    """
+    state = find_state(opt_state)
+    hidden = _leaves.align(params, state.hidden, "hidden")
+    if not self.hides or all(w is None for w in hidden):
+      return params
+    leaves, treedef = jax.tree.flatten(params)
+    pairs = [*zip(leaves, hidden, strict=True)]
+    dense = treedef.unflatten([p if w is None else w for p, w in pairs])
+    shown = _leaves.align(params, self.forward(dense, state))
+    lifted = _leaves.align(params, self.lift(params, state))
+    return treedef.unflatten(
+      [
+        p if w is None else jnp.where(p == s.astype(p.dtype), w, new)
+        for (p, w), s, new in zip(pairs, shown, lifted, strict=True)
+      ]
+    )
+
+  @_legacy.renamed_argument("sparse_state", "opt_state")
+  def post_gradient_update(self, params: PyTree, opt_state: PyTree) -> PyTree:
+    """Return the parameters with pruned weights at zero; idempotent.
+
+    `wrap_optax` keeps pruned weights at zero already. Call this function once
+    after `init`, so that the first forward pass is sparse too (without it, an
+    algorithm that starts sparse takes its first gradient at the dense weights),
+    and on copies that the optimizer does not update: averages, target networks.
+
+    Args:
+      params: the parameters.
+      opt_state: the optimizer's state, which holds a `SparseState`.
+
+    Returns:
+      The parameters, masked.
 
     Example:
       >>> import functools, jax.numpy as jnp, jaxpruner
@@ -413,9 +504,9 @@ class BaseUpdater:
       >>> float(pruner.post_gradient_update(params, state).sum())
       4.0
     """
-    if not self.holds_zeros:
-      return params
-    return self.apply_masks(params, find_state(opt_state).masks)
+    state = find_state(opt_state)
+    _transform.check_made_by(self, params, state)
+    return self.apply_masks(params, state.masks)
 
   # --- methods that an algorithm may call ----------------------------------
 
@@ -453,7 +544,7 @@ class BaseUpdater:
       params: the parameters.
 
     Returns:
-      A `SparseState` whose `inner_state` is None.
+      A `SparseState` without an `inner_state`.
 
     Example:
       >>> import jax.numpy as jnp, jaxpruner
@@ -478,22 +569,23 @@ class BaseUpdater:
       masks = self.get_initial_masks(params, view.put(None, view.targets))
     stats = self.init_extra(params, masks)
     first = _leaves.align(params, masks)
-    masks = view.store([first[i] for i in view.places])
+    masks = view.store(view.split(first))
     wanted = [jnp.asarray(s, jnp.float32) for s in view.targets]
     state = SparseState(
       masks=masks,
-      target_sparsities=view.put(None, wanted),
+      target_sparsities=view.store(wanted),
       count=jnp.zeros([], jnp.int32),
       key=self._key(params) if "random" in self.needs else None,
       stats=stats,
-    )
+      hidden=self._hidden(view),
+    ).without_none()
     if not view.names:  # checkpoints refuse empty arrays
       return state
     tracked = self.track_exploration
     return state._replace(
       skipped=jnp.zeros([len(view.names)], jnp.int32),
-      explored=jax.tree.map(jnp.copy, masks) if tracked else None,
-      tally=new_tally(view.leaves, jax.tree.leaves(masks), tracked),
+      explored=jax.tree.map(jnp.copy, masks) if tracked else _leaves.ABSENT,
+      tally=new_tally(view, masks, tracked),
     )
 
   def instant_sparsify(
@@ -536,19 +628,25 @@ class BaseUpdater:
       )
     view = self.view(params)
     extra = _transform.accepted(self.calculate_scores, extra)
-    scores = self.calculate_scores(params, grads=grads, **extra)
-    _view.check_scores(self, view, scores)
-    masks = self.create_masks(scores, view.put(None, view.targets))
+    masks = None if extra else _view.select_at_once(self, view, grads)
+    if masks is None:
+      scores = self._calculate(params, grads=grads, **extra)
+      _view.check_scores(self, view, scores)
+      masks = self.create_masks(scores, view.put(None, view.targets))
     entries = _leaves.align(params, masks)
-    stored = view.store([entries[i] for i in view.places])
-    return self.apply_masks(params, masks, is_packed=False), stored
+    stored = view.store(view.split(entries))
+    return self.apply_masks(params, masks, is_packed=False), _leaves.show(
+      stored
+    )
 
+  @_legacy.renamed_argument("target_sparsity", "sparsities")
   def create_masks(self, scores: PyTree, sparsities: Sparsities) -> Masks:
     """Return masks that keep the highest scores.
 
     Args:
       scores: a score for every weight.
-      sparsities: the fraction removed of each leaf, None for dense leaves.
+      sparsities: the fraction removed of each leaf, None for dense leaves; a
+        global pruner also takes one fraction for all leaves.
 
     Returns:
       uint8 masks, 1 = kept, None for dense leaves.
@@ -561,6 +659,8 @@ class BaseUpdater:
       >>> masks["w"].tolist(), masks["b"]
       ([0, 1, 1, 0], None)
     """
+    if self.ranking == "global" and isinstance(sparsities, float):
+      sparsities = _legacy.spread(self, scores, sparsities)
     view = self.view(scores, sparsities)
     return view.put(None, self._choose(view, view.leaves, view.targets).masks)
 
@@ -705,6 +805,23 @@ class BaseUpdater:
     """
     return _view.build(self, params, targets)
 
+  def explain(self, params: PyTree) -> list[str]:
+    """Return, per leaf, why it is pruned or not; `sparsity_table` shows it.
+
+    Args:
+      params: the parameters, or their shapes.
+
+    Returns:
+      One reason per leaf, in the order of the tree.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxpruner
+      >>> pruner = jaxpruner.GlobalMagnitudePruning(sparsity=0.5)
+      >>> pruner.explain({"w": jnp.ones((2, 2)), "b": jnp.ones(2)})
+      ['a vector', 'a weight of 2 dimensions']
+    """
+    return _view.reasons(self, params)
+
   # --- internal methods ----------------------------------------------------
 
   def _distribute(self, params: PyTree) -> Sparsities:
@@ -715,13 +832,19 @@ class BaseUpdater:
       return None
     return self.sparsity_distribution_fn(params)
 
+  def _calculate(self, params: PyTree, **options: Any) -> PyTree:
+    """Return the scores; an error that a PRNG key causes names its path."""
+    try:
+      return self.calculate_scores(params, **options)
+    except TypeError as error:
+      _view.blame_keys(params, error)
+      raise
+
   def _scores(self, view, state, grads, extra) -> list[Any]:
     """Return the scores of the prunable leaves, cheap ones as expressions."""
     extra = _transform.accepted(self.calculate_scores, extra)
     scores = engine.defer(
-      lambda p, s, g: self.calculate_scores(
-        p, sparse_state=s, grads=g, **extra
-      ),
+      lambda p, s, g: self._calculate(p, sparse_state=s, grads=g, **extra),
       view.params,
       state,
       grads,
@@ -737,7 +860,7 @@ class BaseUpdater:
     masks = self.create_masks(shown, view.put(None, sparsities))
     entries = _leaves.align(view.params, masks)
     finite = jnp.stack([engine.all_finite(s) for s in scores])
-    return engine.Selection([entries[i] for i in view.places], finite, hint)
+    return engine.Selection(view.split(entries), finite, hint)
 
   def _choose(self, view, scores, sparsities, hint=None) -> engine.Selection:
     """Return the selection of the highest scores, arrays or expressions."""
@@ -750,10 +873,46 @@ class BaseUpdater:
     shrink = self.continue_sparse and not self.regrows
     return replace_masks(view, state, masks, finite, shrink)
 
+  def _hidden(self, view: _leaves.Prunable) -> PyTree:
+    """Return copies of the weights that params will not show as they are."""
+    if not self.hides:
+      return _leaves.ABSENT
+
+    def keep(place, leaf):
+      dtype = leaf.dtype
+      if self.master_dtype is not None and jnp.issubdtype(dtype, jnp.floating):
+        dtype = jnp.promote_types(dtype, self.master_dtype)
+      trained = self.straight_through and place in view.places
+      if not trained and dtype == leaf.dtype:
+        return None
+      # A buffer of its own: params and state may both be donated.
+      return jnp.array(leaf, dtype, copy=True)
+
+    leaves = jax.tree.leaves(view.params)
+    return _leaves.fill(
+      view.params, [keep(*pair) for pair in enumerate(leaves)]
+    )
+
   def _key(self, params: PyTree) -> Array:
     if self.rng_seed is None:
       return params_key(params)
     return seed_data(self.rng_seed)
+
+
+def hold_at_zero(
+  updater: BaseUpdater, updates: PyTree, state: SparseState, params: PyTree
+) -> PyTree:
+  """Return updates whose sums with pruned weights are exactly +0.0."""
+
+  def hold(_, param, update, mask):
+    if mask is None:
+      return update
+    dtype = jnp.promote_types(param.dtype, update.dtype)
+    mask = _leaves.unpack(mask, param) if updater.use_packed_masks else mask
+    return jnp.where(mask, update.astype(dtype), -param.astype(dtype))
+
+  updates = _leaves.like(params, updates, "updates")
+  return _leaves.map_masks(hold, params, updates, state.masks)
 
 
 @dataclasses.dataclass(eq=False)
@@ -774,7 +933,6 @@ class NoPruning(BaseUpdater):
   category: ClassVar[Category] = Category(
     when="during", start="dense", cost="none"
   )
-  holds_zeros: ClassVar[bool] = False
 
   def calculate_scores(self, params, sparse_state=None, grads=None):
     del sparse_state, grads

@@ -49,9 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
   subparsers = parser.add_subparsers(dest="command", required=True)
   for name, (module, text) in COMMANDS.items():
     sub = subparsers.add_parser(name, help=text)
-    # Import only the chosen subcommand: an extra that one command needs and
-    # that is not installed does not break another command. (`--help` still
-    # imports JAX: Python imports a package before its modules.)
+    # Import only the chosen subcommand: `--help` needs no JAX, and an extra
+    # that one command needs and that is not installed breaks no other.
     if name in argv[:1]:
       implementation = importlib.import_module(module)
       implementation.add_arguments(sub)

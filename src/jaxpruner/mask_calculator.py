@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jaxpruner import engine
+from jaxpruner import _legacy, engine
 from jaxpruner.engine.counts import AtStep, num_ones, num_ones_each
 from jaxpruner.engine.expression import trace
 from jaxpruner.engine.leaves import MASK_DTYPE
@@ -218,7 +218,8 @@ def get_topk_fn(sparsity_type: Any) -> Callable[..., Array]:
   """Return the function that computes masks of a sparsity type.
 
   Args:
-    sparsity_type: a sparsity type, for example `NByM(2, 4)`.
+    sparsity_type: a sparsity type, for example `NByM(2, 4)`, or a class of
+      them that needs no arguments.
 
   Returns:
     A function `(scores, sparsity) -> mask`.
@@ -230,4 +231,9 @@ def get_topk_fn(sparsity_type: Any) -> Callable[..., Array]:
     >>> mask_fn(jnp.array([1.0, 4.0, 3.0, 2.0]), 0.5).tolist()
     [0, 1, 1, 0]
   """
+  if isinstance(sparsity_type, type):
+    sparsity_type = sparsity_type()
   return sparsity_type.mask
+
+
+__getattr__ = _legacy.old_names(__name__)

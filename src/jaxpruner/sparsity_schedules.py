@@ -19,6 +19,17 @@ from jaxpruner import _registry, _tools
 Kind = TypeVar("Kind", bound="type[BaseSchedule]")
 
 
+def _each(method: Callable[..., Any]) -> Callable[..., Any]:
+  """Let `get_sparsity_at_step` take a tree of targets; None stays None."""
+
+  @functools.wraps(method)
+  def over_tree(self, target_sparsities, step):
+    at_step = lambda target: method(self, target, step)
+    return jax.tree.map(at_step, target_sparsities)
+
+  return over_tree
+
+
 @dataclasses.dataclass(frozen=True)
 class BaseSchedule:
   """Base class of all schedules; by itself it never updates masks.
@@ -59,7 +70,8 @@ class BaseSchedule:
     """Return the sparsity that applies at this step.
 
     Args:
-      target_sparsities: the final sparsity, a number or an array.
+      target_sparsities: the final sparsity, a number, an array, or a tree of
+        them with None for dense leaves.
       step: the number of the step, an integer that may be traced.
 
     Returns:
@@ -141,6 +153,7 @@ class OneShotSchedule(BaseSchedule):
   def is_mask_update_iter(self, step: Any) -> Any:
     return jnp.equal(step, self.target_step)
 
+  @_each
   def get_sparsity_at_step(self, target_sparsities: Any, step: Any) -> Any:
     target = jnp.asarray(target_sparsities, jnp.float32)
     return jnp.where(jnp.less(step, self.target_step), 0, target)
@@ -182,6 +195,8 @@ class PeriodicSchedule(BaseSchedule):
         )
 
   def is_mask_update_iter(self, step: Any) -> Any:
+    if step is None:
+      return False
     elapsed = jnp.subtract(step, self.update_start_step)
     due = (elapsed >= 0) & (elapsed % self.update_freq == 0)
     if self.update_end_step is None:
@@ -233,6 +248,7 @@ class PolynomialSchedule(PeriodicSchedule):
         f"PolynomialSchedule: power={self.power!r} must be a positive number"
       )
 
+  @_each
   def get_sparsity_at_step(self, target_sparsities: Any, step: Any) -> Any:
     target = jnp.asarray(target_sparsities, jnp.float32)
     start, end = self.update_start_step, self.update_end_step
@@ -278,6 +294,7 @@ class AlternatingSchedule(PeriodicSchedule):
         "from which the network stays sparse"
       )
 
+  @_each
   def get_sparsity_at_step(self, target_sparsities: Any, step: Any) -> Any:
     target = jnp.asarray(target_sparsities, jnp.float32)
     elapsed = jnp.subtract(step, self.update_start_step)
@@ -327,6 +344,7 @@ class GeometricSchedule(PeriodicSchedule):
         "1, such as 0.2"
       )
 
+  @_each
   def get_sparsity_at_step(self, target_sparsities: Any, step: Any) -> Any:
     target = jnp.asarray(target_sparsities, jnp.float32)
     elapsed = jnp.subtract(step, self.update_start_step)

@@ -125,6 +125,89 @@ def test_synflow_keeps_every_layer_alive_where_snip_wipes_one_out():
   assert 0 in jaxpruner.layers_near_collapse(state).values()
 
 
+def numpy_flow(kernels, rounds, sparsity):
+  """SynFlow of a chain of linear layers, in float64."""
+  masks = [np.ones(w.shape) for w in kernels]
+  for k in range(rounds):
+    live = [np.abs(w) * m for w, m in zip(kernels, masks, strict=True)]
+    before, after = [np.ones(live[0].shape[0])], [np.ones(live[-1].shape[1])]
+    for w in live[:-1]:
+      before.append(before[-1] @ w)
+    for w in live[:0:-1]:
+      after.append(w @ after[-1])
+    total = before[-1] @ live[-1] @ after[0]
+    scores = [
+      w * np.outer(b, a) / total
+      for w, b, a in zip(live, before, after[::-1], strict=True)
+    ]
+    scores = [np.where(m, s, -1) for m, s in zip(masks, scores, strict=True)]
+    masks = reference.together(scores, 1 - (1 - sparsity) ** ((k + 1) / rounds))
+  return masks
+
+
+def test_synflow_of_forty_layers_is_that_of_float64():
+  # In float32 the flow overflows, and most layers lost all their weights.
+  params = jax.tree.map(lambda w: 4 * w, deep((32,) * 41))
+  names = [f"layer_{i}" for i in range(40)]
+  kernels = [np.asarray(params[n]["kernel"], np.float64) for n in names]
+  flow = np.ones(32)
+  for kernel in kernels:
+    flow = flow @ np.abs(kernel)
+  assert flow.sum() > 1e46
+  pruner = jaxpruner.SynFlow(sparsity=0.9, rounds=3).bind(
+    None, None, deep_apply, jnp.ones((1, 32))
+  )
+  state = jax.jit(pruner.init_state)(params)
+  wanted = numpy_flow(kernels, 3, 0.9)
+  for layer, mask in zip(names, wanted, strict=True):
+    np.testing.assert_array_equal(state.masks[layer]["kernel"], mask)
+
+
+def test_synflow_keeps_every_layer_of_a_network_as_deep_as_resnet_50():
+  rng = np.random.default_rng(0)
+  draw = lambda m, n: jnp.asarray(
+    rng.normal(size=(m, n)) * np.sqrt(2 / m), jnp.float32
+  )
+  block = lambda: {"in": draw(96, 64), "mid": draw(64, 64), "out": draw(64, 96)}
+  params = {"stem": draw(16, 96), "head": draw(96, 10)}
+  params |= {f"block_{i:02}": block() for i in range(16)}
+
+  def apply(params, x):
+    x = x @ params["stem"]
+    for i in range(16):
+      part, y = params[f"block_{i:02}"], x
+      for name in ("in", "mid", "out"):
+        y = jax.nn.relu(y) @ part[name]
+      x = x + y
+    return x @ params["head"]
+
+  pruner = jaxpruner.SynFlow(sparsity=0.98)
+  pruner = pruner.bind(None, None, apply, jnp.ones((1, 16)))
+  outputs = apply(jax.tree.map(jnp.abs, params), jnp.ones((1, 16)))
+  assert not np.isfinite(outputs).all()  # float32 cannot hold R
+  score, masks = jax.jit(pruner.calculate_scores), None
+  for k in range(10):
+    scores, treedef = jax.tree.flatten(score(params))
+    assert len(scores) == 50
+    masks = reference.together(scores, 1 - 0.02 ** ((k + 1) / 10))
+    assert all(mask.any() for mask in masks)
+    masks = treedef.unflatten([jnp.asarray(mask) for mask in masks])
+    params = jax.tree.map(jaxpruner.apply_mask, params, masks)
+
+
+def test_synflow_takes_a_network_that_insists_on_float32():
+  def square(params, x):
+    start = (x @ params["first"]).astype(jnp.float32)
+    step = lambda h, w: (h @ w, None)  # the carry becomes float64
+    return jax.lax.scan(step, start, params["loop"][None])[0]
+
+  params = {"first": jnp.ones((5, 6)), "loop": jnp.eye(6) + 0.5}
+  pruner = jaxpruner.SynFlow(sparsity=0.5, rounds=2)
+  pruner = pruner.bind(None, None, square, jnp.ones((1, 5)))
+  masks = pruner.init_state(params).masks
+  assert sum(int(m.sum()) for m in masks.values()) == 33
+
+
 @pytest.mark.parametrize("name", ["snip", "grasp", "synflow"])
 def test_an_unbound_pruner_says_what_to_call(name):
   pruner = jaxpruner.create_updater_from_config(

@@ -89,26 +89,12 @@ def check_params(params, expected):
     np.testing.assert_allclose(params[name]["kernel"], value, 2e-5, 1e-6)
 
 
-def test_acdc_trains_dense_and_sparse_by_turns():
-  pruner = jaxpruner.ACDC(
-    sparsity_distribution_fn=half,
-    scheduler=schedules.AlternatingSchedule(2, 1, 5),
-  )
-  history = run(pruner, optax.sgd(RATE, momentum=0.5))
-  w = flat(WEIGHTS)
-  velocity = {k: np.zeros_like(v) for k, v in w.items()}
-  mask = {k: np.ones(v.shape, np.uint8) for k, v in w.items()}
-  # Dense at 0, sparse in [1, 3), dense in [3, 5), sparse from 5 on.
-  for t in range(STEPS):
-    if t in (1, 5):
-      mask = {k: top(abs(v), 0.5) for k, v in w.items()}
-    if t == 3:
-      mask = {k: np.ones(v.shape, np.uint8) for k, v in w.items()}
-    for k, g in at(GRADS, t).items():
-      velocity[k] = mask[k] * (0.5 * velocity[k] + g)
-      w[k] = mask[k] * (w[k] - RATE * velocity[k])
-    check_masks(history[t + 1][1], mask)
-    check_params(history[t + 1][0], w)
+def check_hidden(pruner, at, dense, mask):
+  """Params show the masked weights, the state keeps the dense ones."""
+  params, state = at
+  check_masks(state, mask)
+  check_params(pruner.dense_params(params, state), dense)
+  check_params(params, {k: w * mask[k] for k, w in dense.items()})
 
 
 def test_movement_keeps_what_moved_from_zero():
@@ -124,8 +110,32 @@ def test_movement_keeps_what_moved_from_zero():
       score[k] -= w[k] * g
       w[k] -= RATE * mask[k] * g
       mask[k] = top(score[k], ramp(t + 1))
-    check_masks(history[t + 1][1], mask)
-    check_params(history[t + 1][0], w)
+    check_hidden(pruner, history[t + 1], w, mask)
+
+
+@pytest.mark.parametrize("momentum, decay", [(0.0, 0.0), (0.5, 0.0), (0, 0.1)])
+def test_movement_moves_masked_weights_by_momentum_and_decay_only(
+  momentum, decay
+):
+  pruner = jaxpruner.MovementPruning(
+    sparsity_distribution_fn=half, scheduler=RAMP
+  )
+  inner = optax.chain(
+    optax.add_decayed_weights(decay), optax.sgd(RATE, momentum or None)
+  )
+  history = run(pruner, inner)
+  w = flat(WEIGHTS)
+  v = {k: np.zeros_like(x) for k, x in w.items()}
+  mask = {k: np.ones(x.shape) for k, x in w.items()}
+  for t, (params, state) in enumerate(history[1:]):
+    moved = 0.0
+    for k, g in at(GRADS, t).items():
+      v[k] = momentum * v[k] + np.where(mask[k] == 1, g, 0) + decay * w[k]
+      w[k] = w[k] - RATE * v[k]
+      moved += np.abs(np.where(mask[k] == 1, 0, v[k])).sum()
+      mask[k] = np.asarray(state.masks[k]["kernel"])
+    assert (moved > 0) == (t > 0 and momentum + decay > 0)
+    check_params(pruner.dense_params(params, state), w)
 
 
 def test_soft_movement_shares_one_threshold():
@@ -142,8 +152,7 @@ def test_soft_movement_shares_one_threshold():
       score[k] -= 0.7 * (w[k] * g + 0.3 * sigmoid * (1 - sigmoid))
       w[k] -= RATE * mask[k] * g
     mask = top_together(score, ramp(t + 1))
-    check_masks(history[t + 1][1], mask)
-    check_params(history[t + 1][0], w)
+    check_hidden(pruner, history[t + 1], w, mask)
 
 
 def test_str_learns_thresholds_and_shrinks_the_kept():
@@ -166,22 +175,19 @@ def test_str_learns_thresholds_and_shrinks_the_kept():
     )
     params, state = history[t + 1]
     check_masks(state, mask)
-    check_params(params, w)
+    check_params(pruner.dense_params(params, state), w)
+    cuts = {k: np.max(abs(v) * (1 - mask[k])) for k, v in w.items()}
+    check_params(
+      params,
+      {
+        k: np.sign(v) * np.maximum(abs(v) - cuts[k], 0) * mask[k]
+        for k, v in w.items()
+      },
+    )
   for k, value in s.items():
-    np.testing.assert_allclose(state.stats[k]["kernel"], value, 1e-4)
-  seen = pruner.pre_forward_update(params, state)
-  cuts = {k: np.max(abs(v) * (1 - mask[k])) for k, v in w.items()}
-  check_params(
-    seen,
-    {
-      k: np.sign(v) * np.maximum(abs(v) - cuts[k], 0) * mask[k]
-      for k, v in w.items()
-    },
-  )
-  grads = jax.grad(
-    lambda p: pruner.pre_forward_update(p, state)["a"]["kernel"].sum()
-  )(params)
-  assert (grads["a"]["kernel"] == 1).all()
+    np.testing.assert_allclose(
+      state.stats["thresholds"][k]["kernel"], value, 1e-4
+    )
 
 
 def test_sr_ste_pulls_masked_weights_to_zero():
@@ -196,8 +202,7 @@ def test_sr_ste_pulls_masked_weights_to_zero():
     for k, g in at(GRADS, t).items():
       w[k] = w[k] - RATE * (g + 0.3 * (1 - mask[k]) * w[k])
       mask[k] = top(abs(w[k]), ramp(t + 1))
-    check_masks(history[t + 1][1], mask)
-    check_params(history[t + 1][0], w)
+    check_hidden(pruner, history[t + 1], w, mask)
 
 
 def test_straight_through_saliency_ranks_by_this_steps_gradient():
@@ -211,8 +216,7 @@ def test_straight_through_saliency_ranks_by_this_steps_gradient():
     for k, g in at(GRADS, t).items():
       w[k] = w[k] - RATE * g
       mask[k] = top(abs(w[k] * g), ramp(t + 1))
-    check_masks(history[t + 1][1], mask)
-    check_params(history[t + 1][0], w)
+    check_hidden(pruner, history[t + 1], w, mask)
 
 
 def test_decaying_masks_fade_what_the_target_removes():
@@ -220,22 +224,20 @@ def test_decaying_masks_fade_what_the_target_removes():
     sparsity_type=jaxpruner.NByM(1, 2, axis=-1), scheduler=RAMP
   )
   history = run(pruner)
-  for t, (params, state) in enumerate(history[:5]):
+  dense = [jax.tree.map(np.asarray, pruner.dense_params(*at)) for at in history]
+  for t, (seen, state) in enumerate(history[:5]):
     assert all((m == 1).all() for m in jax.tree.leaves(state.masks))
     beta = 1 - t / 4
-    seen = pruner.pre_forward_update(params, state)
     for k in SHAPES:
-      w, previous = (
-        np.asarray(history[max(t - back, 0)][0][k]["kernel"]) for back in (0, 1)
-      )
+      w, previous = (dense[max(t - back, 0)][k]["kernel"] for back in (0, 1))
       # The mask fading now was chosen when the last update began.
       pairs = abs(previous.reshape(-1, 2))
       first = pairs[:, 0] >= pairs[:, 1]
       kept = np.stack([first, ~first], 1).reshape(w.shape)
       expected = np.where(kept, w, beta * w) if t else w
-      np.testing.assert_allclose(seen[k]["kernel"], expected, 1e-6)
+      np.testing.assert_allclose(seen[k]["kernel"], expected, 1e-6, 1e-6)
   masks = history[5][1].masks
-  w = np.asarray(history[4][0]["a"]["kernel"])
+  w = dense[4]["a"]["kernel"]
   pairs = masks["a"]["kernel"].reshape(-1, 2)
   assert (pairs.sum(1) == 1).all()
   assert (pairs.argmax(1) == abs(w.reshape(-1, 2)).argmax(1)).all()
@@ -260,15 +262,6 @@ def test_powerpropagation_descends_in_theta(alpha):
     np.testing.assert_allclose(
       after[k]["kernel"], theta * abs(theta) ** (alpha - 1), 1e-4, 1e-5
     )
-
-
-def test_powerpropagation_prunes_by_magnitude():
-  pruner = jaxpruner.PowerPropagation(
-    sparsity_distribution_fn=half, scheduler=schedules.OneShotSchedule(0)
-  )
-  check_masks(
-    run(pruner)[1][1], {k: top(abs(v), 0.5) for k, v in flat(WEIGHTS).items()}
-  )
 
 
 @pytest.mark.parametrize("inner", [optax.adam, optax.sgd])
@@ -416,3 +409,29 @@ def test_imp_prunes_a_fifth_and_rewinds_weights_and_moments(back):
     check_masks(history[t + 1][1], mask)
     check_params(history[t + 1][0], w)
   assert jaxpruner.algorithm_category("imp").trainings(0.9) == 12
+
+
+@pytest.mark.parametrize("name", ["magnitude", "global_magnitude", "saliency"])
+def test_instant_sparsify_selects_in_one_compiled_function(name):
+  from jaxpruner import _view
+
+  rng = np.random.default_rng(0)
+  draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
+  params = {"a": draw(8, 6), "b": {"kernel": draw(5, 4), "bias": draw(4)}}
+  grads = jax.tree.map(jnp.cos, params)
+  pruner = jaxpruner.create_updater_from_config(
+    {"algorithm": name, "sparsity": 0.6}
+  )
+  view = pruner.view(params)
+  masks = _view.select_at_once(pruner, view, grads)
+  scores = pruner.calculate_scores(params, grads=grads)
+  want = pruner.create_masks(scores, view.put(None, view.targets))
+  jax.tree.map(np.testing.assert_array_equal, masks, want)
+  # The scores are nowhere in the compiled function: no float array is written.
+  text = _view._selected.lower(pruner, params, grads).compile().as_text()
+  entry = text[text.index("ENTRY") :]
+  assert "f32[8,6]{1,0} fusion" not in entry
+  with pytest.raises(ValueError, match="'a' hold 1 NaN"):
+    pruner.instant_sparsify(
+      {**params, "a": params["a"].at[0, 0].set(jnp.nan)}, grads
+    )

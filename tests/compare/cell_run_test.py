@@ -171,6 +171,30 @@ def test_a_cell_realises_its_request_and_says_what_it_costs():
   assert len(found.metrics["accuracy"]) == 2
 
 
+@pytest.mark.parametrize("name", ["acdc", "granet", "mest"])
+def test_training_flops_are_those_of_every_single_step(name):
+  # Masks counted before each step, not at the ends of chunks; GraNet grows by
+  # dense gradients at mask updates, MEST reads those of kept weights only.
+  settings = helpers.settings()
+  found = cell_run.run_cell(Cell(name, 0.8), settings).record
+  task, built, keys, data = parts(name)
+  config = cell_run.updater_config(task, Cell(name, 0.8), settings)
+  schedule = jaxpruner.create_updater_from_config(config).scheduler
+  flops = jaxpruner.report.count_flops(
+    task.apply,
+    jax.eval_shape(task.init, jax.random.key(0)),
+    task.example(data),
+  )
+  carry, expected = built.start(keys, data), 0.0
+  for t in range(task.steps):
+    masks = jax.device_get(carry.masks)
+    kept = flops.total(jaxpruner.report.leaf_densities(masks))
+    dense = name == "granet" and bool(schedule.is_mask_update_iter(t))
+    expected += 2 * kept + (flops.total() if dense else kept)
+    carry, *_ = built.train(carry, keys, data, t, 1, 2)
+  assert found.training_flops == pytest.approx(expected, rel=1e-5)
+
+
 @pytest.mark.parametrize(
   "change, reason",
   [

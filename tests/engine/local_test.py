@@ -360,7 +360,7 @@ def test_the_hint_of_a_selection_is_kept_in_the_state():
   state = tx.init(params)
   for _ in range(2):
     _, state = jax.jit(tx.update)(params, state, params)
-  threshold, _, error = np.asarray(state.stats)[0]
+  threshold, _, error = np.asarray(state.stats["hint"])[0]
   assert np.isfinite(error)
   assert 0.9 * 230 <= threshold <= 0.9 * 231
 

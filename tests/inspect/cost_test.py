@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jaxpruner
 from jaxpruner.inspect import cost as report
 
 shape = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.float32)
@@ -120,3 +121,24 @@ def test_bytes_are_a_bit_per_weight_and_the_kept_values():
   )
   assert report.count_weights(params, masks) == 20
   assert report.leaf_densities(masks) == {"w": 0.1}
+
+
+def test_only_growth_by_gradient_needs_gradients_of_removed_weights():
+  make = lambda name: jaxpruner.create_updater_from_config(
+    {"algorithm": name, "sparsity": 0.5, "total_steps": 100}
+  )
+  needed = lambda name, step: bool(
+    report.needs_dense_gradient(make(name), step)
+  )
+  for name in ("rigl", "itop", "srigl", "granet"):
+    due = [t for t in range(100) if make(name).scheduler.is_mask_update_iter(t)]
+    assert [t for t in range(100) if needed(name, t)] == due, name
+  assert all(needed("snfs", t) for t in range(100))
+  signal = jaxpruner.SignalRigL(
+    grow=jaxpruner.criteria.SignalToNoise(window=3),
+    scheduler=jaxpruner.sparsity_schedules.PeriodicSchedule(10, 10, 20),
+  )
+  near = [t for t in range(30) if report.needs_dense_gradient(signal, t)]
+  assert near == [8, 9, 10, 18, 19, 20]
+  for name in ("set", "mest", "dsr", "deep_r", "acdc", "magnitude", "saliency"):
+    assert not any(needed(name, t) for t in range(0, 100, 5)), name

@@ -138,3 +138,50 @@ def test_shapes_and_tracers_are_refused_with_the_cure():
     jaxpruner.summarize_sparsity(
       {"kernel": jax.ShapeDtypeStruct((2, 2), jnp.float32)}
     )
+
+
+def trained(packed):
+  pruner = jaxpruner.create_updater_from_config(
+    {
+      "algorithm": "static_sparse",
+      "sparsity": 0.75,
+      "use_packed_masks": packed,
+      "rng_seed": 0,
+    }
+  )
+  params = {"kernel": jnp.ones((32, 24)), "bias": jnp.ones(24)}
+  return params, pruner.init_state(params).masks
+
+
+@pytest.mark.quick
+def test_packed_masks_without_params_are_refused_with_the_cure():
+  params, masks = trained(packed=True)
+  with pytest.raises(ValueError, match=r"'kernel'.*params=params"):
+    jaxpruner.summarize_sparsity(masks)
+  found = jaxpruner.summarize_sparsity(masks, params=params)
+  assert found == jaxpruner.summarize_sparsity(trained(packed=False)[1])
+  assert found["_total_sparsity"] == 0.75
+
+
+@pytest.mark.quick
+def test_a_summary_inside_jit_equals_the_one_outside():
+  params, masks = trained(packed=False)
+  tree = {"masks": masks, "weights": params, "steps": jnp.zeros((2, 3), int)}
+  inside = jax.jit(jaxpruner.summarize_sparsity)(tree)
+  outside = jaxpruner.summarize_sparsity(tree)
+  assert inside.keys() == outside.keys()
+  for name, value in outside.items():
+    np.testing.assert_allclose(inside[name], value, rtol=1e-6)
+  assert int(inside["_nparams_nnz"]) == outside["_nparams_nnz"]
+  total = jax.jit(
+    lambda t: jaxpruner.summarize_sparsity(t, only_total_sparsity=True)
+  )(tree)
+  assert set(total) == {"_total_sparsity", "_nparams", "_nparams_nnz"}
+
+
+def test_packed_masks_inside_jit_are_right_or_nan():
+  params, masks = trained(packed=True)
+  found = jax.jit(jaxpruner.summarize_sparsity)(masks)
+  assert np.isnan(found["kernel"]) and np.isnan(found["_total_sparsity"])
+  known = jax.jit(lambda m, p: jaxpruner.summarize_sparsity(m, params=p))
+  assert float(known(masks, params)["_total_sparsity"]) == 0.75

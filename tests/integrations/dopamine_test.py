@@ -107,10 +107,5 @@ def test_dopamines_own_runner_ends_exactly_sparse_and_resumes(tmp_path):
   assert_sparse(again.online_params, again.optimizer_state)
 
 
-def test_algorithms_of_the_forward_pass_are_refused():
-  with pytest.raises(ValueError, match="masks the forward pass"):
-    make("magnitude_ste")
-
-
 def test_the_examples_of_its_docstrings_run():
   framework.assert_examples_run("dopamine")

@@ -96,10 +96,5 @@ def test_weights_without_a_gradient_stay_as_they_were():
   assert moved == [True, True, False, False]
 
 
-def test_algorithms_of_the_forward_pass_are_refused():
-  with pytest.raises(ValueError, match="masks the forward pass"):
-    SparseOptimizer(make_pruner("magnitude_ste"))
-
-
 def test_the_examples_of_its_docstrings_run():
   framework.assert_examples_run("keras")

@@ -196,6 +196,7 @@ def test_weights_with_other_uses_stay_dense_and_say_why():
   assert "dense kept" in report.rule and report.speedup == 1
 
 
+@pytest.mark.filterwarnings("ignore:.*the masks remove")
 def test_masks_rule_over_values():
   mask = np.zeros((64, 64), np.uint8)
   mask[:, :8] = 1

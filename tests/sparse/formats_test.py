@@ -119,7 +119,7 @@ def test_any_rank_folds_and_comes_back():
 @pytest.mark.parametrize(
   ("arguments", "message"),
   [
-    (dict(format="csr"), "format='csr' is unknown"),
+    (dict(format="csr"), "format: 'csr' is unknown"),
     (dict(format="nm", m=3), "not divisible by m=3"),
     (dict(format="nm", n=1), "keeps 2 weights, more than n=1"),
     (dict(format="nm", n=5), "need 1 <= n <= m"),

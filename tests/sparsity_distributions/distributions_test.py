@@ -227,11 +227,13 @@ def test_default_filter_takes_float_matrices_but_biases_and_norms(
   module, name, shape, dtype
 ):
   norm = module in ("LayerNorm_0", "layer_norm")
+  either = name in ("b", "scale", "offset")  # matrices may be called so too
   wanted = (
     len(shape) >= 2
     and jnp.issubdtype(dtype, jnp.floating)
-    and name not in ("bias", "b", "scale", "offset")
-    and not (norm and name in ("w", "weight"))
+    and name != "bias"
+    and not (norm and (either or name in ("w", "weight")))
+    and not (either and sum(size > 1 for size in shape) < 2)
   )
   taken = sparsity_distributions.default_filter(
     (module, name), leaf(tuple(shape), dtype)

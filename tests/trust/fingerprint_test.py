@@ -65,6 +65,58 @@ def test_descriptions_see_options_and_closures():
   assert "0x7" not in _fingerprint.describe(object())
 
 
+def test_parts_that_read_alike_together_are_told_apart():
+  def digest(*parts):
+    found = _fingerprint.Digest()
+    for part in parts:
+      found._add(part)
+    return found.hexdigest()
+
+  assert digest(b"ab", b"c") != digest(b"a", b"bc")
+  assert digest(b"a", b"", b"b") != digest(b"a", b"b")
+
+
+def test_code_without_source_is_known_by_its_bytecode():
+  def make(text):
+    space = {}
+    exec(text, space)
+    return space["f"]
+
+  texts = ["def f(x): return x + 1", "def f(x): return x + 2",
+           "def f(x): return x.a", "def f(x): return x.b"]  # fmt: skip
+  found = [_fingerprint.source(make(text)) for text in texts]
+  assert len(set(found)) == 4
+  assert found[0] == _fingerprint.source(make(texts[0]))
+  assert _fingerprint.source(len) != _fingerprint.source(max)
+  assert len(found[0]) == 64
+
+
+def test_arrays_are_described_by_their_bits():
+  one, other = np.zeros(2), -np.zeros(2)
+  assert _fingerprint.describe([one]) != _fingerprint.describe([other])
+  assert "float64(2,)" in _fingerprint.describe(one)
+
+
+def test_a_function_that_closes_over_itself_ends_at_eight_levels():
+  def again(x):
+    return again(x)
+
+  assert _fingerprint.describe(again).count("again:") == 3  # levels 8, 5, 2
+  deep = lambda n: [deep(n - 1)] if n else "bottom"
+  assert "bottom" in _fingerprint.describe(deep(7))
+  assert "bottom" not in _fingerprint.describe(deep(8))
+
+
+def test_long_values_are_cut_and_hashes_shortened():
+  text = lambda n: "x" * (n - 2)  # with its quotes n characters
+  (said,) = _fingerprint.differences({"a": text(100)}, {"a": text(101)})
+  old, new = said.removeprefix("a is ").split(" there, ")
+  assert old == repr(text(100))
+  assert new == repr(text(101))[:97] + "… here"
+  (said,) = _fingerprint.differences({"a": "0" * 64}, {"a": {"b": 1}})
+  assert said == "a is 000000000000… there, {'b': 1} here"
+
+
 PROCESS = """
 import jax, numpy as np
 from jaxpruner import _fingerprint as f

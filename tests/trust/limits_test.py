@@ -1,6 +1,8 @@
 """Each limit of the readers, at it and beyond it, in bounded time."""
 
 import json
+import pathlib
+import re
 import struct
 import time
 
@@ -79,6 +81,43 @@ def test_a_header_beyond_the_limit_is_refused(tmp_path, monkeypatch):
   assert load(tmp_path, content)[0]["w"].size == 2
   monkeypatch.setattr(_safetensors, "MAX_HEADER", size - 1)
   refused(tmp_path, content, "header claims")
+
+
+def test_the_documented_limits_are_the_limits():
+  page = pathlib.Path(__file__).parents[2] / "docs" / "trust.md"
+  rows = dict(re.findall(r"^\| ([^|]+) \| ([^|]+) \|$", page.read_text(), re.M))
+  number = lambda row: int(re.sub(r"\D", "", rows[row]))
+  assert number("header of a safetensors file") == _safetensors.MAX_HEADER
+  assert number("tensors of a file") == _safetensors.MAX_TENSORS
+  assert number("axes of a tensor") == _safetensors.MAX_RANK
+  nesting = "keys on the way to a leaf, levels of metadata"
+  assert number(nesting) == _safetensors.MAX_NESTING
+  assert _safetensors.MAX_BYTES == 2**62
+  assert "2⁶²" in rows["bytes of a tensor, empty axes counted as one"]
+
+
+@pytest.mark.parametrize("size", range(24))
+def test_a_cut_header_is_called_truncated(tmp_path, size):
+  content = raw({"w": entry([2], 8)}, EIGHT)[:size]
+  refused(tmp_path, content, "header claims .* truncated")
+
+
+def test_a_file_cut_while_it_is_open_is_refused(tmp_path):
+  path = tmp_path / "x.safetensors"
+  # Longer than what the open file has read ahead.
+  path.write_bytes(raw({"w": entry([2**18], 2**20)}, bytes(2**20)))
+  with _safetensors.Reader(path) as reader:
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(files.FileFormatError, match="shortened"):
+      reader.read("w")
+
+
+def test_a_digest_does_not_depend_on_the_order_of_the_header():
+  make = _safetensors.Entry
+  a, b = (make(np.dtype(np.float32), (2,), 8 * i, 8 * i + 8) for i in (0, 1))
+  digest = _safetensors.header_digest
+  assert digest({"a": a, "b": b}, {}) == digest({"b": b, "a": a}, {})
+  assert digest({"a": a, "b": b}, {}) != digest({"a": b, "b": a}, {})
 
 
 def test_paths_nest_to_the_limit_and_not_beyond(tmp_path):

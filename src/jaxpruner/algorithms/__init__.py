@@ -17,6 +17,7 @@ from jaxpruner.algorithms.dynamic import MEST as MEST
 from jaxpruner.algorithms.dynamic import SNFS as SNFS
 from jaxpruner.algorithms.dynamic import DeepR as DeepR
 from jaxpruner.algorithms.dynamic import GraNet as GraNet
+from jaxpruner.algorithms.dynamic import SignalRigL as SignalRigL
 from jaxpruner.algorithms.dynamic import SRigL as SRigL
 from jaxpruner.algorithms.fisher import FisherPruning as FisherPruning
 from jaxpruner.algorithms.fisher import WoodFisherPruning as WoodFisherPruning

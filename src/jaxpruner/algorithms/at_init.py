@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpruner import (
+  _leaves,
   _ranking,
   _view,
   base_updater,
@@ -122,7 +123,7 @@ class PruneAtInit(global_pruners.GlobalPruning):
       return self._select(view, [*map(gone, scores, masks)], wanted).masks
 
     ones = super().get_initial_masks(params, target_sparsities)
-    masks = jax.tree.leaves(ones)
+    masks = view.split(_leaves.align(params, ones))
     if self.rounds == 1:
       return view.put(None, prune(0, masks))
     masks = jax.lax.fori_loop(0, self.rounds, prune, masks)
@@ -207,8 +208,12 @@ class SynFlow(SNIP):
   replaced by its absolute value, so no data is needed. With 100 rounds no layer
   is removed completely while other layers still have weights. Inputs that are
   not floats, for example tokens, are used unchanged. R has no meaning for
-  layers that subtract a mean (layer norm). The other attributes are those of
-  `PruneAtInit`.
+  layers that subtract a mean (layer norm).
+
+  R grows by a factor per layer and exceeds float32 in networks of some forty
+  layers. It is therefore computed in float64, as in the authors' program; a
+  network that casts its weights to another type computes in that type. The
+  other attributes are those of `PruneAtInit`.
 
   Attributes:
     rounds: number of prunings until the target sparsity.
@@ -246,14 +251,30 @@ class SynFlow(SNIP):
         "with apply(params, x) the outputs"
       )
     floating = sparsity_distributions.is_floating
-    positive = jax.tree.map(lambda p: jnp.abs(p) if floating(p) else p, params)
+    # `float` is float64 inside `enable_x64`, else float32.
+    positive = jax.tree.map(
+      lambda p: jnp.abs(p).astype(float) if floating(p) else p, params
+    )
     ones = jax.tree.map(
-      lambda x: jnp.ones_like(x[:1]) if floating(x) else x, self.inputs
+      lambda x: jnp.ones_like(x[:1], float) if floating(x) else x, self.inputs
     )
     outputs = jax.tree.leaves(self.apply(positive, ones))
-    return functools.reduce(
-      jnp.add, [jnp.sum(y, dtype=jnp.float32) for y in outputs]
-    )
+    return functools.reduce(jnp.add, [jnp.sum(y, dtype=float) for y in outputs])
+
+  def score(self, objective, weights):
+    def shares(weights):
+      weights = [w.astype(float) for w in weights]
+      flow, grads = jax.value_and_grad(objective)(weights)
+      # Shares of R rank as the products do, and fit into float32.
+      share = lambda w, g: jnp.abs(w * g / jnp.maximum(flow, 1e-30))
+      return [s.astype(jnp.float32) for s in map(share, weights, grads)]
+
+    with jax.enable_x64(True):
+      try:
+        return shares(weights)
+      except TypeError:  # such as a scan whose carry the network made float32
+        pass
+    return shares(weights)
 
 
 def _product(weight, other):

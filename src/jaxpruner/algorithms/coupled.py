@@ -78,6 +78,7 @@ class CoupledPruning(pruners.MagnitudePruning):
 
   Attributes:
     couplings: the slices that are removed together; other leaves stay dense.
+    stacked_axis: "none": the axes of couplings are those of whole leaves.
 
   Example:
     >>> import functools, jax.numpy as jnp, jaxpruner
@@ -93,6 +94,8 @@ class CoupledPruning(pruners.MagnitudePruning):
   """
 
   couplings: tuple[Coupling, ...] = ()
+  # The axes of couplings are those of whole leaves.
+  stacked_axis: Any = "none"
 
   category: ClassVar[base_updater.Category] = base_updater.Category(
     paper="Li et al., 2016; Voita et al., 2019",

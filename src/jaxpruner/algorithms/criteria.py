@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from jaxpruner import _leaves
+from jaxpruner import _leaves, _tools
 
 PyTree: TypeAlias = Any
 
@@ -25,6 +25,8 @@ class Seen(NamedTuple):
     params: the parameters; pruned weights are zero.
     grads: the gradients of this step, of pruned weights too.
     momentum: the running mean of the gradients, if a part needs "momentum".
+    sums: the sums of the gradients, and of their squares, over the last steps,
+      if a part needs "sums".
     draw: returns a tree of uniform scores, different at each mask update.
 
   Example:
@@ -40,6 +42,7 @@ class Seen(NamedTuple):
   grads: PyTree = None
   momentum: PyTree = None
   draw: Callable[[], PyTree] | None = None
+  sums: tuple[PyTree, PyTree] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,6 +142,49 @@ class Momentum(Criterion):
       seen.momentum,
       name="momentum",
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class SignalToNoise(Criterion):
+  """Score a weight by |mean ∂L/∂w| / √(mean (∂L/∂w)²) over the last steps.
+
+  Adam moves a weight by this ratio, whatever the size of its gradient: 1 if all
+  batches agree, near `1/√window` if they are noise. The sums run over the last
+  `window` steps before a mask update, at most over those since the update
+  before. They take two float32 numbers per weight, and the steps that they
+  cover need dense gradients, where `Gradient` needs them at one step.
+
+  Attributes:
+    window: number of steps, at least 2.
+    needs: "gradients" and their "sums".
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> from jaxpruner import criteria
+    >>> grads = jnp.array([[3.0, 0.1], [-3.0, 0.1]])  # of two steps
+    >>> sums = grads.sum(0), (grads**2).sum(0)
+    >>> seen = criteria.Seen(jnp.zeros(2), sums=sums)
+    >>> criteria.SignalToNoise(window=2)(seen).round(3).tolist()
+    [0.0, 1.0]
+  """
+
+  window: int = 16
+
+  needs: ClassVar[frozenset[str]] = frozenset({"gradients", "sums"})
+
+  def __post_init__(self):
+    _tools.check_int("SignalToNoise", "window", self.window, 2)
+
+  def __call__(self, seen: Seen) -> PyTree:
+    assert seen.sums is not None
+
+    def ratio(_, param, total, squares):
+      if total is None:
+        return param
+      size = jnp.sqrt(self.window * squares)
+      return jnp.where(size > 0, jnp.abs(total) / size, 0)
+
+    return _leaves.map_masks(ratio, seen.params, *seen.sums, name="sums")
 
 
 @dataclasses.dataclass(frozen=True)

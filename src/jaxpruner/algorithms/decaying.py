@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from jaxpruner import base_updater
+from jaxpruner import _leaves, base_updater
 from jaxpruner.algorithms import pruners
 
 
@@ -32,7 +32,7 @@ class DecayingMaskPruning(pruners.MagnitudePruning):
     >>> params = jnp.array([[3.0, -1, 2, -4]])
     >>> state = pruner.init_state(params)._replace(count=2)
     >>> state = pruner.update_state(state, params, None)
-    >>> pruner.pre_forward_update(params, state).tolist()  # β = 1/2
+    >>> pruner.forward(params, state).tolist()  # β = 1/2
     [[3.0, -0.5, 1.0, -4.0]]
   """
 
@@ -41,10 +41,13 @@ class DecayingMaskPruning(pruners.MagnitudePruning):
     cost="a dense step; one selection per mask update",
   )
 
-  changes_stats: ClassVar[bool] = True
+  changes: ClassVar[tuple[str, ...]] = ("stats",)
+  straight_through: ClassVar[bool] = True
 
   def init_extra(self, params, masks):
-    return self.view(params).store(map(jnp.ones_like, jax.tree.leaves(masks)))
+    view = self.view(params)
+    ones = map(jnp.ones_like, view.split(_leaves.align(params, masks)))
+    return {"faint": view.store(ones)}
 
   def fading(self, step: Any) -> jax.Array:
     """Return β, the factor of the weights to be removed.
@@ -69,21 +72,37 @@ class DecayingMaskPruning(pruners.MagnitudePruning):
       view, sparse_state, found.masks, found.finite
     ).masks
     state = self._replace_masks(view, sparse_state, now, found.finite)
-    return state._replace(stats=faint)
+    return state._replace(stats={"faint": _leaves.hide(faint)})
 
-  def pre_forward_update(self, params, opt_state):
-    """Return the parameters; weights to be removed are multiplied by β.
+  def _fade(self, tree, state):
+    beta = self.fading(state.count)
+    fade = lambda x, mask: jnp.where(mask, x, beta.astype(x.dtype) * x)
+    return self.view(tree).map(fade, tree, state.stats["faint"])
+
+  def forward(self, params, state):
+    """Return the weights; those to be removed are multiplied by β.
 
     Args:
-      params: the parameters.
-      opt_state: the optimizer's state, which holds a `SparseState`.
+      params: the dense weights.
+      state: the state.
 
     Returns:
       A tree like `params`.
     """
-    state = base_updater.find_state(opt_state)
-    beta = self.fading(state.count)
-    fade = lambda param, mask: jnp.where(
-      mask, param, beta.astype(param.dtype) * param
-    )
-    return self.view(params).map(fade, params, state.stats)
+    return self.apply_masks(self._fade(params, state), state.masks)
+
+  def lift(self, params, state):
+    """Return dense weights; a change of a faint one is added to its own."""
+    view = self.view(params)
+    dense = view.of(state.hidden, "hidden")
+    seen = view.of(self.forward(view.put(params, dense), state), "params")
+    faint = view.of(state.stats["faint"], "faint")
+    add = lambda p, w, s, mask: jnp.where(mask, p, w + (p - s))
+    return view.put(params, map(add, view.leaves, dense, seen, faint))
+
+  def hold_zeros(self, updates, state, params):
+    return base_updater.hold_at_zero(self, updates, state, params)
+
+  def backward(self, grads, state, params):
+    del params
+    return self._fade(grads, state)

@@ -8,7 +8,12 @@ import jax
 import jax.numpy as jnp
 
 from jaxpruner import base_updater, engine, mask_calculator, sparsity_types
-from jaxpruner.algorithms import criteria, redistribution, sparse_trainers
+from jaxpruner.algorithms import (
+  criteria,
+  pruners,
+  redistribution,
+  sparse_trainers,
+)
 
 
 def _category(paper: str, cost: str, *needs: str, **changes: Any):
@@ -26,8 +31,9 @@ class SNFS(sparse_trainers.Rewiring):
 
   Sparse networks from scratch: weights grow where `|E[∂L/∂w]|`, the running
   mean of the gradient, is largest. All leaves drop weights into one budget; a
-  leaf gets a share of it in proportion to the mean |momentum| of its kept
-  weights. The other attributes are those of `Rewiring`.
+  leaf gets a share of it in proportion to the mean |momentum| of the weights
+  that it kept before the update, the dropped ones included. The other
+  attributes are those of `Rewiring`.
 
   Attributes:
     drop_fraction: fraction of the kept weights dropped at the first update.
@@ -53,6 +59,47 @@ class SNFS(sparse_trainers.Rewiring):
   category: ClassVar[base_updater.Category] = _category(
     "Dettmers & Zettlemoyer, 2019",
     "dense gradients and their mean every step; two selections per mask update",
+    "gradients",
+  )
+
+
+@dataclasses.dataclass(eq=False)
+class SignalRigL(sparse_trainers.RigL):
+  """Drop the smallest |w|, grow the largest |mean g| / √(mean g²).
+
+  `RigL` for Adam and its kin, `g = ∂L/∂w` over the last `window` steps before a
+  mask update. RigL's |g| ranks weights by how fast SGD would move them; Adam
+  moves a weight by the ratio of the mean of its gradient to its root mean
+  square. The method is our own and on trial: `docs/results/table1.md` has its
+  figures. Set the window by `grow=criteria.SignalToNoise(window=…)`. The other
+  attributes are those of `Rewiring`.
+
+  Attributes:
+    grow: scores of the weights that are not kept; the highest grow.
+
+  Example:
+    >>> import functools, jax.numpy as jnp, jaxpruner
+    >>> pruner = jaxpruner.SignalRigL(
+    ...   scheduler=jaxpruner.sparsity_schedules.PeriodicSchedule(2, 2),
+    ...   drop_fraction=0.5, continue_sparse=True,
+    ...   sparsity_distribution_fn=functools.partial(
+    ...     jaxpruner.sparsity_distributions.uniform, sparsity=0.5))
+    >>> params = jnp.array([[4.0, 3, 0, 0]])
+    >>> state = pruner.init_state(params)
+    >>> for step, noise in ((1, 9.0), (2, -9.0)):
+    ...   grads = jnp.array([[0.0, 0, noise, 1]])
+    ...   state = state._replace(count=step)
+    ...   state = pruner.on_gradients(state, params, grads)
+    >>> pruner.update_state(state, params, grads).masks.tolist()
+    [[1, 0, 0, 1]]
+  """
+
+  grow: Callable[[criteria.Seen], Any] = criteria.SignalToNoise()
+
+  category: ClassVar[base_updater.Category] = _category(
+    "this library, after Evci et al., 2020",
+    "a sparse step; dense gradients and two sums of them in the last 16 steps "
+    "before a mask update; two selections per mask update",
     "gradients",
   )
 
@@ -216,7 +263,7 @@ class GraNet(sparse_trainers.RigL):
 
   def calculate_scores(self, params, sparse_state=None, grads=None):
     del sparse_state, grads
-    return jax.tree.map(jnp.abs, params)
+    return pruners.magnitude_scores(params)
 
   def sparsities_at(self, view, state, step):
     def lift(sparsity):
@@ -281,7 +328,7 @@ class DSR(sparse_trainers.Rewiring):
     "Mostafa & Wang, 2019", "a sparse step; two selections per mask update"
   )
 
-  changes_stats: ClassVar[bool] = True
+  changes: ClassVar[tuple[str, ...]] = ("stats",)
 
   def init_extra(self, params, masks):
     stats = super().init_extra(params, masks) or {}

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxpruner import _leaves, _view, base_updater
+from jaxpruner.algorithms import pruners
 
 
 def second_moments(view, inner_state):
@@ -22,10 +23,11 @@ def second_moments(view, inner_state):
   """
   found = optax.tree_utils.tree_get_all_with_path(inner_state, "nu")
   columns = [_leaves.align(view.params, tree, "nu") for _, tree in found]
-  return [
-    next((column[i] for column in columns if column[i] is not None), None)
-    for i in view.places
+  found = [
+    next((entry for entry in entries if entry is not None), None)
+    for entries in zip(*columns, strict=True)
   ]
+  return view.split(found) if found else [None] * len(view.names)
 
 
 @dataclasses.dataclass(eq=False)
@@ -57,19 +59,18 @@ class FisherPruning(base_updater.BaseUpdater):
 
   def calculate_scores(self, params, sparse_state=None, grads=None):
     inner = None if sparse_state is None else sparse_state.inner_state
-
     view = self.view(params)
 
-    def score(weight, grad, moment):
-      fisher = jnp.square(grad.astype(jnp.float32))
-      if moment is not None:
-        moment = moment.astype(jnp.float32)
-        fisher = jnp.where(jnp.any(moment > 0), moment, fisher)
-      return jnp.square(weight.astype(jnp.float32)) * fisher
+    def size(grad, moment):
+      grad = grad.astype(jnp.float32)
+      if moment is None:
+        return grad
+      moment = moment.astype(jnp.float32)
+      return jnp.where(jnp.any(moment > 0), jnp.sqrt(moment), grad)
 
-    moments = second_moments(view, inner)
-    scores = map(score, view.leaves, view.of(grads, "grads"), moments)
-    return view.put(params, scores)
+    sizes = map(size, view.of(grads, "grads"), second_moments(view, inner))
+    # The root of the score: the same ranking, and squares do not underflow.
+    return pruners.saliency_scores(params, view.put(None, sizes))
 
 
 @dataclasses.dataclass(eq=False)
@@ -116,13 +117,14 @@ class WoodFisherPruning(base_updater.BaseUpdater):
   def init_extra(self, params, masks):
     view = self.view(params)
     window = lambda p: jnp.stack([jnp.zeros_like(p)] * self.window)
-    return view.put(None, map(window, view.leaves))
+    return {"window": view.store(map(window, view.leaves))}
 
   def on_gradients(self, state, params, grads):
     view, slot = self.view(params), state.count % self.window
     write = lambda window, g: window.at[slot].set(g.astype(window.dtype))
-    new = map(write, view.of(state.stats), view.of(grads, "grads"))
-    return state._replace(stats=view.put(None, new))
+    old = view.of(state.stats["window"], "window")
+    new = view.store(map(write, old, view.of(grads, "grads")))
+    return state._replace(stats={"window": new})
 
   def calculate_scores(self, params, sparse_state=None, grads=None):
     view = self.view(params)
@@ -130,7 +132,8 @@ class WoodFisherPruning(base_updater.BaseUpdater):
       windows = [g[None] for g in view.of(grads, "grads")]
       masks: list[Any] = [1] * len(windows)
     else:
-      windows, masks = view.of(sparse_state.stats), view.of(sparse_state.masks)
+      windows = view.of(sparse_state.stats["window"], "window")
+      masks = view.of(sparse_state.masks)
 
     def score(param, window, mask):
       # A pruned weight is no longer part of the model.

@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import jax
-import jax.numpy as jnp
 
 from jaxpruner import _leaves, base_updater, sparsity_distributions
 from jaxpruner.algorithms import pruners
@@ -73,7 +72,7 @@ class GlobalMagnitudePruning(GlobalPruning):
 
   def calculate_scores(self, params, sparse_state=None, grads=None):
     del sparse_state, grads
-    return jax.tree.map(jnp.abs, params)
+    return pruners.magnitude_scores(params)
 
 
 @dataclasses.dataclass(eq=False)
@@ -105,7 +104,7 @@ class GlobalSaliencyPruning(GlobalPruning):
 
   def calculate_scores(self, params, sparse_state=None, grads=None):
     del sparse_state
-    return pruners.saliency_scores(self, params, grads)
+    return pruners.saliency_scores(params, grads)
 
 
 @dataclasses.dataclass(eq=False)

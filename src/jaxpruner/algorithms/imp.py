@@ -65,8 +65,8 @@ class IterativeMagnitudePruning(global_pruners.GlobalMagnitudePruning):
 
     def init_fn(params):
       state = tx.init(params)
-      early = jax.tree.map(jnp.copy, (params, state.inner_state))
-      return state._replace(stats=early)
+      params, inner_state = jax.tree.map(jnp.copy, (params, state.inner_state))
+      return state._replace(stats={"params": params, "inner": inner_state})
 
     def update_fn(updates, state, params: Any = None, **extra):
       due = self.scheduler.is_mask_update_iter(state.count)
@@ -75,16 +75,16 @@ class IterativeMagnitudePruning(global_pruners.GlobalMagnitudePruning):
         lambda a, b: jnp.where(flag, a, b), new, old
       )
       moved: Any = optax.apply_updates(params, updates)
-      now = moved, state.inner_state
+      now = {"params": moved, "inner": state.inner_state}
       early = pick(state.count == self.rewind_step, now, state.stats)
 
       def back(start, param, update):
         dtype = jnp.promote_types(param.dtype, update.dtype)
         return jnp.where(due, start.astype(dtype) - param, update)
 
-      masked = self.apply_masks(early[0], state.masks)
+      masked = self.apply_masks(early["params"], state.masks)
       updates = jax.tree.map(back, masked, params, updates)
-      inner_state = pick(due, early[1], state.inner_state)
+      inner_state = pick(due, early["inner"], state.inner_state)
       return updates, state._replace(inner_state=inner_state, stats=early)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)

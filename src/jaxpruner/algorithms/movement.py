@@ -16,8 +16,9 @@ class MovementPruning(base_updater.BaseUpdater):
 
   The score of a weight is `S = -Σ w · ∂L/∂w`, a sum over the steps so far. The
   gradient is that of the masked forward pass and reaches masked weights too.
-  Masked weights keep their values and may return. The method is designed for
-  fine-tuning, where |w| reflects the earlier training.
+  Masked weights may return: their own gradient is set to zero, so plain SGD
+  leaves them as they are; momentum and weight decay still move them. The method
+  is designed for fine-tuning, where |w| reflects the earlier training.
 
   Attributes:
     is_sparse_gradients: whether gradients of pruned weights are set to zero
@@ -36,8 +37,8 @@ class MovementPruning(base_updater.BaseUpdater):
 
   is_sparse_gradients: bool = True
 
-  holds_zeros: ClassVar[bool] = False
   straight_through: ClassVar[bool] = True
+  reselects: ClassVar[bool] = True
   category: ClassVar[base_updater.Category] = base_updater.Category(
     dynamic=True,
     needs=frozenset({"gradients"}),
@@ -48,7 +49,7 @@ class MovementPruning(base_updater.BaseUpdater):
   def init_extra(self, params, masks):
     view = self.view(params)
     zeros = [jnp.zeros_like(p, dtype=jnp.float32) for p in view.leaves]
-    return view.put(None, zeros)
+    return {"scores": view.store(zeros)}
 
   def descend(self, scores, slope):
     """Return the scores after a step; only their order matters here.
@@ -69,19 +70,18 @@ class MovementPruning(base_updater.BaseUpdater):
       slope = param.astype(jnp.float32) * grad.astype(jnp.float32)
       return self.descend(scores, slope)
 
-    moved = map(
-      move, view.of(state.stats), view.leaves, view.of(grads, "grads")
-    )
-    return state._replace(stats=view.put(None, moved))
+    scores = view.of(state.stats["scores"], "scores")
+    moved = map(move, scores, view.leaves, view.of(grads, "grads"))
+    return state._replace(stats={"scores": view.store(moved)})
 
   def calculate_scores(self, params, sparse_state=None, grads=None):
     if sparse_state is None:  # pruning at once: the movement of one step
       stats = self.init_extra(params, None)
-      sparse_state = base_updater.SparseState(masks=None, stats=stats)
+      sparse_state = base_updater.SparseState(stats=stats)
       sparse_state = self.on_gradients(sparse_state, params, grads)
     view = self.view(params)
     dense = jax.tree.map(jnp.zeros_like, params)
-    return view.put(dense, view.of(sparse_state.stats))
+    return view.put(dense, view.of(sparse_state.stats["scores"]))
 
 
 @dataclasses.dataclass(eq=False)

@@ -8,7 +8,7 @@ import jax.core
 import jax.numpy as jnp
 import optax
 
-from jaxpruner import _leaves, base_updater
+from jaxpruner import _leaves, _transform, base_updater
 from jaxpruner._state import count_changes
 
 
@@ -41,13 +41,18 @@ def chain(*phases: tuple[int, base_updater.BaseUpdater]) -> "Chain":
   """
   packed = any(p.use_packed_masks for _, p in phases)
   tracked = any(p.track_exploration for _, p in phases)
+  masters = [p.master_dtype for _, p in phases if p.master_dtype is not None]
   first = phases[0][1] if phases else None
   return Chain(
     phases=phases,
     use_packed_masks=packed,
     track_exploration=tracked,
+    master_dtype=masters[0] if masters else None,
     continue_sparse=first is not None and first.continue_sparse,
     rng_seed=getattr(first, "rng_seed", None),
+    stacked_axis=next(
+      (p.stacked_axis for _, p in phases if not _is_dense(p)), "auto"
+    ),
   )
 
 
@@ -95,6 +100,8 @@ class Chain(base_updater.BaseUpdater):
       phase = dataclasses.replace(
         phase,
         use_packed_masks=self.use_packed_masks,
+        stacked_axis=self.stacked_axis,
+        master_dtype=self.master_dtype,
         continue_sparse=waits or phase.continue_sparse,
       )
       phases.append((start, phase))
@@ -104,6 +111,11 @@ class Chain(base_updater.BaseUpdater):
   @property
   def needs(self):
     return frozenset().union(*(phase.needs for _, phase in self.phases))
+
+  @property
+  def straight_through(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+    """Whether a phase trains removed weights on, in the state."""
+    return any(phase.straight_through for _, phase in self.phases)
 
   def bind(self, loss, batch, apply=None, inputs=None):
     bound = [(s, p.bind(loss, batch, apply, inputs)) for s, p in self.phases]
@@ -135,13 +147,19 @@ class Chain(base_updater.BaseUpdater):
     return first.get_initial_masks(params, first.target_sparsities(params))
 
   def init_extra(self, params, masks):
-    return tuple(phase.init_extra(params, masks) for _, phase in self.phases)
+    made = [phase.init_extra(params, masks) for _, phase in self.phases]
+    return tuple(map(_leaves.hide, made))
 
   def wrap_optax(self, inner):
     parts = [phase.wrap_optax(inner) for _, phase in self.phases]
+    wide = [jnp.float32] if self.hides else []
 
     def init_fn(params):
-      return self.init_state(params)._replace(inner_state=inner.init(params))
+      if _transform.is_placeholder(params):
+        return _transform.placeholders(self, inner, params)
+      state = self.init_state(params)
+      inner_state = inner.init(self.dense_params(params, state))
+      return state._replace(inner_state=inner_state)
 
     def update_fn(updates, state, params=None, **extra):
       if params is None:
@@ -154,12 +172,9 @@ class Chain(base_updater.BaseUpdater):
         entered = self._enter(i, self._state_of(i, state, params), params)
         new_updates, new = parts[i].update(updates, entered, params, **extra)
         stats = (*state.stats[:i], new.stats, *state.stats[i + 1 :])
-        # Branches must have equal dtypes: `hold_zeros` may widen an update.
-        new_updates = jax.tree.map(
-          lambda u, p: u.astype(jnp.promote_types(u.dtype, p.dtype)),
-          new_updates,
-          params,
-        )
+        # Branches must have equal dtypes, and a phase may widen an update.
+        widen = lambda u, p: u.astype(jnp.result_type(u.dtype, p.dtype, *wide))
+        new_updates = jax.tree.map(widen, new_updates, params)
         return new_updates, new._replace(
           stats=stats, target_sparsities=state.target_sparsities
         )
@@ -180,11 +195,11 @@ class Chain(base_updater.BaseUpdater):
 
   def _state_of(self, i, state, params):
     """Return the state as phase `i` alone would have it."""
-    phase, targets = self.phases[i][1], None
+    phase, targets = self.phases[i][1], _leaves.ABSENT
     if not _is_dense(phase):
       view = phase.view(params)
       wanted = [jnp.asarray(s, jnp.float32) for s in view.targets]
-      targets = view.put(None, wanted)
+      targets = view.store(wanted)
     return state._replace(stats=state.stats[i], target_sparsities=targets)
 
   def _enter(self, i, state, params):
@@ -195,51 +210,38 @@ class Chain(base_updater.BaseUpdater):
 
     def enter(state):
       view, new = self.view(params), state
+      if phase.hides and not self.phases[i - 1][1].hides:
+        # The phase before trained what params show.
+        new = new._replace(hidden=self._hidden(view))
       masks = view.put(None, view.of(state.masks))
       if (
         _is_dense(self.phases[i - 1][1])
         and phase.category.start == "sparse-to-sparse"
       ):
         masks = phase.get_initial_masks(params, phase.target_sparsities(params))
-        new = state._replace(masks=view.store(jax.tree.leaves(masks)))
-      new = new._replace(stats=phase.init_extra(params, masks))
-      return count_changes(state, new, self.regrows)
+        first = view.split(_leaves.align(params, masks))
+        new = new._replace(masks=view.store(first))
+      stats = _leaves.hide(phase.init_extra(params, masks))
+      new = new._replace(stats=stats)
+      return count_changes(view, state, new, self.regrows)
 
     first = state.count == start
     if not isinstance(first, jax.core.Tracer):
       return enter(state) if first else state
     # The optimizer's state does not change: it stays outside the conditional.
-    kept = state._replace(inner_state=None)
+    kept = state._replace(inner_state=_leaves.ABSENT)
     entered = jax.lax.cond(first, enter, lambda s: s, kept)
     return entered._replace(inner_state=state.inner_state)
 
-  def pre_forward_update(self, params, opt_state):
-    plain = base_updater.BaseUpdater.pre_forward_update
-    if all(
-      type(p).pre_forward_update is plain and not p.straight_through
-      for _, p in self.phases
-    ):
-      return params
+  def dense_params(self, params, opt_state):
     state = base_updater.find_state(opt_state)
 
     def run(i, params, state):
-      view = self._state_of(i, state, params)
-      return self.phases[i][1].pre_forward_update(params, view)
+      own = self._enter(i, self._state_of(i, state, params), params)
+      return self.phases[i][1].dense_params(params, own)
 
-    return self._in_force(
-      run, state.count, params, state._replace(inner_state=None)
-    )
-
-  def post_gradient_update(self, params, opt_state):
-    state = base_updater.find_state(opt_state)
-
-    def run(i, params, state):
-      view = self._state_of(i, state, params)
-      return self.phases[i][1].post_gradient_update(params, view)
-
-    return self._in_force(
-      run, state.count, params, state._replace(inner_state=None)
-    )
+    kept = state._replace(inner_state=_leaves.ABSENT)
+    return self._in_force(run, state.count, params, kept)
 
   def instant_sparsify(self, params, grads=None, **extra):
     return self.phases[-1][1].instant_sparsify(params, grads, **extra)

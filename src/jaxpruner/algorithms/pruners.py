@@ -6,32 +6,46 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from jaxpruner import base_updater
+from jaxpruner import (
+  _leaves,
+  _legacy,
+  base_updater,
+  sparsity_distributions,
+)
 from jaxpruner._leaves import PyTree
 
 
-def saliency_scores(
-  updater: base_updater.BaseUpdater, params: PyTree, grads: PyTree
-) -> PyTree:
+def magnitude_scores(params: PyTree) -> PyTree:
+  """Return the scores |w|.
+
+  Args:
+    params: the parameters.
+
+  Returns:
+    A tree like `params`.
+  """
+  return jax.tree.map(jnp.abs, params)
+
+
+def saliency_scores(params: PyTree, grads: PyTree) -> PyTree:
   """Return the scores |w · ∂L/∂w|, in float32: half-precision products vanish.
 
   Args:
-    updater: the updater, which knows the prunable leaves.
     params: the parameters.
-    grads: their gradients; None is refused.
+    grads: their gradients, None for leaves that have none.
 
   Returns:
-    A tree like `params`; leaves that are not pruned stay as they are.
+    A tree like `params`; leaves without a gradient stay as they are.
   """
   if grads is None:
-    raise ValueError(
-      f"{type(updater).__name__}: grads=None; saliency is |w · grad|, pass "
-      "grads"
-    )
-  view = updater.view(params)
-  product = lambda w, g: jnp.abs(w.astype(jnp.float32) * g.astype(jnp.float32))
-  scores = map(product, view.leaves, view.of(grads, "grads"))
-  return view.put(params, scores)
+    raise ValueError("grads=None; saliency is |w · grad|, pass grads")
+
+  def score(_, weight, grad):
+    if grad is None or not sparsity_distributions.is_floating(weight):
+      return weight
+    return jnp.abs(weight.astype(jnp.float32) * grad.astype(jnp.float32))
+
+  return _leaves.map_masks(score, params, grads, name="grads")
 
 
 @dataclasses.dataclass(eq=False)
@@ -61,7 +75,7 @@ class MagnitudePruning(base_updater.BaseUpdater):
 
   def calculate_scores(self, params, sparse_state=None, grads=None):
     del sparse_state, grads
-    return jax.tree.map(jnp.abs, params)
+    return magnitude_scores(params)
 
 
 @dataclasses.dataclass(eq=False)
@@ -91,7 +105,7 @@ class SaliencyPruning(base_updater.BaseUpdater):
 
   def calculate_scores(self, params, sparse_state=None, grads=None):
     del sparse_state
-    return saliency_scores(self, params, grads)
+    return saliency_scores(params, grads)
 
 
 @dataclasses.dataclass(eq=False)
@@ -120,3 +134,6 @@ class RandomPruning(base_updater.BaseUpdater):
   def calculate_scores(self, params, sparse_state=None, grads=None):
     del grads
     return self.random_scores(params, sparse_state)
+
+
+__getattr__ = _legacy.old_names(__name__)

@@ -19,6 +19,8 @@ class Redistribution:
 
   Attributes:
     needs: the values it reads beside the masks, as in `Category.needs`.
+    before_dropping: whether it gets the masks of before the weights are
+      dropped; by default those of the weights that remain.
 
   Example:
     >>> import dataclasses, jax.numpy as jnp
@@ -32,12 +34,14 @@ class Redistribution:
   """
 
   needs: ClassVar[frozenset[str]] = frozenset()
+  before_dropping: ClassVar[bool] = False
 
   def __call__(self, kept: list[Any], momentum: list[Any]) -> jax.Array:
     """Return the share of each leaf.
 
     Args:
-      kept: masks of the weights that remain after dropping.
+      kept: masks of the weights that remain after dropping, or of those before
+        (`before_dropping`).
       momentum: the running mean of the gradients per leaf, or None per leaf.
 
     Returns:
@@ -69,11 +73,12 @@ class BySurvivors(Redistribution):
 class ByMomentum(Redistribution):
   """Give shares in proportion to momentum (Dettmers & Zettlemoyer, 2019).
 
-  The share of a leaf is the mean |momentum| of the weights that were not
-  dropped.
+  The share of a leaf is the mean |momentum| of the weights that it kept before
+  the update, the dropped ones included.
 
   Attributes:
     needs: "gradients" and their "momentum".
+    before_dropping: True.
 
   Example:
     >>> import jax.numpy as jnp
@@ -85,6 +90,7 @@ class ByMomentum(Redistribution):
   """
 
   needs: ClassVar[frozenset[str]] = frozenset({"gradients", "momentum"})
+  before_dropping: ClassVar[bool] = True
 
   def __call__(self, kept: list[Any], momentum: list[Any]) -> jax.Array:
     def mean(mask, momentum):

@@ -43,8 +43,8 @@ class SoftThresholdPruning(global_pruners.GlobalPruning):
   threshold_decay: float = 1e-4
   initial: float = -3.0
 
-  holds_zeros: ClassVar[bool] = False
   straight_through: ClassVar[bool] = True
+  reselects: ClassVar[bool] = True
   category: ClassVar[base_updater.Category] = base_updater.Category(
     dynamic=True,
     needs=frozenset({"gradients"}),
@@ -60,7 +60,8 @@ class SoftThresholdPruning(global_pruners.GlobalPruning):
 
   def init_extra(self, params, masks):
     view = self.view(params)
-    return view.put(None, [jnp.float32(self.initial)] * len(view.names))
+    start = [jnp.full([], self.initial, jnp.float32) for _ in view.names]
+    return {"thresholds": view.store(start)}
 
   def on_gradients(self, state, params, grads):
     view = self.view(params)
@@ -71,9 +72,9 @@ class SoftThresholdPruning(global_pruners.GlobalPruning):
       grad_s = -slope * jnp.sum(jnp.where(mask, pull, 0))
       return s - self.threshold_rate * (grad_s + self.threshold_decay * s)
 
-    trees = (state.stats, params, grads, state.masks)
+    trees = (state.stats["thresholds"], params, grads, state.masks)
     learnt = map(learn, *map(view.of, trees))
-    return state._replace(stats=view.put(None, learnt))
+    return state._replace(stats={"thresholds": view.store(learnt)})
 
   def calculate_scores(self, params, sparse_state=None, grads=None):
     del grads
@@ -82,25 +83,32 @@ class SoftThresholdPruning(global_pruners.GlobalPruning):
     if sparse_state is None:
       return scores
     excess = lambda score, s: score - jax.nn.sigmoid(s)
-    return view.map(excess, scores, sparse_state.stats)
+    return view.map(excess, scores, sparse_state.stats["thresholds"])
 
-  def pre_forward_update(self, params, opt_state):
+  def forward(self, params, state):
     """Return the kept weights, moved towards zero by the leaf's threshold.
 
     Args:
-      params: the parameters.
-      opt_state: the optimizer's state, which holds a `SparseState`.
+      params: the dense weights.
+      state: the state, with the masks in force.
 
     Returns:
       A tree like `params`; removed weights are zero.
     """
-    seen = super().pre_forward_update(params, opt_state)
 
-    def shrink(masked, param, mask):
-      # The threshold of the leaf is its largest removed |w|.
-      out = jnp.where(mask, 0, jnp.abs(param))
-      shift = jnp.sign(masked) * jnp.max(out)
-      return masked - jax.lax.stop_gradient(shift)
+    def shrink(param, mask):
+      seen = base_updater.apply_mask(param, mask)
+      return seen - jnp.sign(seen) * _threshold(param, mask)
 
-    masks = base_updater.find_state(opt_state).masks
-    return self.view(params).map(shrink, seen, params, masks)
+    return self.view(params).map(shrink, params, state.masks)
+
+  def lift(self, params, state):
+    def grow(param, hidden, mask):
+      return param + jnp.sign(param) * _threshold(hidden, mask)
+
+    return self.view(params).map(grow, params, state.hidden, state.masks)
+
+
+def _threshold(param, mask):
+  """Return the threshold of a leaf: its largest removed |w|."""
+  return jnp.max(jnp.where(mask, 0, jnp.abs(param)))

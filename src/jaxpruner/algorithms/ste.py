@@ -1,17 +1,24 @@
-"""Straight-through estimators: dense parameters, a sparse forward pass.
+"""Straight-through estimators: sparse parameters, dense weights in the state.
 
-The masks are selected from the parameters after every update, at the schedule's
-sparsity, and kept in the state: the next forward pass uses them, and an export
-does too. Gradients reach all weights as if nothing were masked.
+After every update the masks are selected from the dense weights, at the
+schedule's sparsity. The parameters that a trainer holds are the masked ones, so
+the gradient it takes is the straight-through gradient: that of the masked
+weights, for all of them. Evaluation and export see the sparse model.
 """
 
 import dataclasses
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 
-from jaxpruner import _view, base_updater
+from jaxpruner import _view, base_updater, engine
 from jaxpruner.algorithms import pruners
+
+
+def _first_hint(view: Any) -> dict[str, Any] | None:
+  """Return the hint for thresholds that change little from step to step."""
+  number = len(view.names)
+  return {"hint": engine.new_hint(number)} if number else None
 
 
 @dataclasses.dataclass(eq=False)
@@ -24,27 +31,33 @@ class SteMagnitudePruning(pruners.MagnitudePruning):
   `BaseUpdater`.
 
   Example:
-    >>> import functools, jax, jax.numpy as jnp, jaxpruner
+    >>> import functools, jax.numpy as jnp, jaxpruner, optax
     >>> pruner = jaxpruner.SteMagnitudePruning(
     ...   sparsity_distribution_fn=functools.partial(
     ...     jaxpruner.sparsity_distributions.uniform, sparsity=0.5))
+    >>> tx = pruner.wrap_optax(optax.sgd(1.0))
     >>> params = jnp.array([[3.0, -1, 2, -4]])
-    >>> state = pruner.init_state(params)
-    >>> forward = lambda p: pruner.pre_forward_update(p, state)
-    >>> forward(params).tolist()
+    >>> state = tx.init(params)
+    >>> params = pruner.post_gradient_update(params, state)
+    >>> params.tolist()
     [[3.0, 0.0, 0.0, -4.0]]
-    >>> jax.grad(lambda p: forward(p).sum())(params).tolist()
-    [[1.0, 1.0, 1.0, 1.0]]
+    >>> grads = jnp.array([[0.0, 4, 0, -2]])  # -1 becomes -5, -4 becomes -2
+    >>> updates, state = tx.update(grads, state, params)
+    >>> optax.apply_updates(params, updates).tolist()
+    [[3.0, -5.0, 0.0, 0.0]]
   """
 
-  holds_zeros: ClassVar[bool] = False
   straight_through: ClassVar[bool] = True
-  steady: ClassVar[bool] = True
+  reselects: ClassVar[bool] = True
+  changes: ClassVar[tuple[str, ...]] = ("stats",)
   category: ClassVar[base_updater.Category] = base_updater.Category(
     dynamic=True,
     paper="Bengio et al., 2013; Zhou et al., 2021",
     cost="a dense step and one selection, every step",
   )
+
+  def init_extra(self, params, masks):
+    return _first_hint(self.view(params))
 
 
 @dataclasses.dataclass(eq=False)
@@ -67,8 +80,8 @@ class SteSaliencyPruning(pruners.SaliencyPruning):
     [[0.0, -1.0, 2.0, 0.0]]
   """
 
-  holds_zeros: ClassVar[bool] = False
   straight_through: ClassVar[bool] = True
+  reselects: ClassVar[bool] = True
   category: ClassVar[base_updater.Category] = base_updater.Category(
     dynamic=True,
     needs=frozenset({"gradients"}),
@@ -140,11 +153,14 @@ class SteRandomPruning(pruners.RandomPruning):
     4.0
   """
 
-  holds_zeros: ClassVar[bool] = False
   straight_through: ClassVar[bool] = True
-  steady: ClassVar[bool] = True
+  reselects: ClassVar[bool] = True
+  changes: ClassVar[tuple[str, ...]] = ("stats",)
   category: ClassVar[base_updater.Category] = base_updater.Category(
     needs=frozenset({"random"}),
     paper="baseline",
     cost="a dense step, one draw and selection, every step",
   )
+
+  def init_extra(self, params, masks):
+    return _first_hint(self.view(params))

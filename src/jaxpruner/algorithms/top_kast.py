@@ -1,7 +1,7 @@
 """Top-KAST: one mask forward, a larger mask backward."""
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax.numpy as jnp
 
@@ -24,16 +24,15 @@ class TopKAST(pruners.MagnitudePruning):
     regularization: the weight decay of the forward set, as a gradient.
 
   Example:
-    >>> import functools, jax, jax.numpy as jnp, jaxpruner
+    >>> import functools, jax.numpy as jnp, jaxpruner
     >>> pruner = jaxpruner.TopKAST(
-    ...   sparsity_distribution_fn=functools.partial(
+    ...   regularization=0.0, sparsity_distribution_fn=functools.partial(
     ...     jaxpruner.sparsity_distributions.uniform, sparsity=0.75))
     >>> params = jnp.array([[3.0, -1, 2, -4]])
     >>> state = pruner.init_state(params)
-    >>> forward = lambda p: pruner.pre_forward_update(p, state)
-    >>> forward(params).tolist()
+    >>> pruner.post_gradient_update(params, state).tolist()
     [[0.0, 0.0, 0.0, -4.0]]
-    >>> jax.grad(lambda p: forward(p).sum())(params).tolist()
+    >>> pruner.prepare_gradients(jnp.ones((1, 4)), state, params).tolist()
     [[1.0, 0.0, 0.0, 1.0]]
   """
 
@@ -47,8 +46,8 @@ class TopKAST(pruners.MagnitudePruning):
     cost="a sparse step, its backward pass less so; two selections per update",
     trained="backward",
   )
-  holds_zeros: ClassVar[bool] = False
-  changes_stats: ClassVar[bool] = True
+  straight_through: ClassVar[bool] = True
+  changes: ClassVar[tuple[str, ...]] = ("stats",)
 
   def __post_init__(self):
     super().__post_init__()
@@ -89,20 +88,9 @@ class TopKAST(pruners.MagnitudePruning):
     wider = map(jnp.where, found.finite, found.masks, old)
     return new._replace(stats={"backward": view.store(wider)})
 
-  def pre_forward_update(self, params: Any, opt_state: Any) -> Any:
-    """Return sparse parameters whose gradient reaches the backward set.
-
-    Args:
-      params: the parameters.
-      opt_state: the optimizer's state, which holds a `SparseState`.
-
-    Returns:
-      A tree like `params`; weights outside the forward set are zero.
-    """
-    state = base_updater.find_state(opt_state)
-    return self.view(params).map(
-      base_updater.masked_forward, params, state.masks, state.stats["backward"]
-    )
+  def backward(self, grads, state, params):
+    reach = state.stats["backward"]
+    return self.view(params).map(base_updater.apply_mask, grads, reach)
 
   def prepare_gradients(self, grads, state, params):
     def decay(grad, param, mask, wider, target):

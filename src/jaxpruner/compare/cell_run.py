@@ -221,7 +221,7 @@ def run_cell(
       for name, value in metrics.items()
     },
     **_sizes_of(params, masks),
-    **_costs_of(flops, done.cost, task, masks, updater),
+    **_costs_of(flops, done.cost, task, masks),
     seconds=done.spent + time.perf_counter() - began,
   )
   problem = _problem(record, task, cell, settings)
@@ -269,7 +269,7 @@ class _Run:
       )
       chunk = chunk_of(self.cell, self.steps, at.first, count, losses, taken)
       each = costs_of(self.cell).gradients_per_step * _step_cost(
-        self.flops, chunk
+        self.flops, taken
       )
       at = _Progress(carry, at.first + count, at.spent, at.cost + count * each)
       emit(chunk)
@@ -313,60 +313,47 @@ def chunk_of(
     taken: what was measured at its end.
   """
   taken = jax.device_get(taken)
-  named = lambda tree: {
-    cost.path_name(path): float(np.mean(leaf))
-    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
-  }
   return Chunk(
     cell=cell.id,
     start=first,
     count=count,
     steps=steps,
     loss=np.asarray(losses, np.float64)[:, :count].tolist(),
-    density=named(taken.density),
-    stored=named(taken.stored),
+    density=_by_name(taken.density),
+    stored=_by_name(taken.stored),
     churn=np.asarray(taken.churn, np.float64).tolist(),
     explored=np.asarray(taken.explored, np.float64).tolist(),
   )
 
 
-def _step_cost(flops: cost.Flops, chunk: Chunk) -> float:
-  """Return the FLOPs of one gradient on the example batch.
+def _by_name(tree: PyTree) -> dict[str, float]:
+  """Return the mean of each leaf over the seeds."""
+  named, _ = jax.tree_util.tree_flatten_with_path(tree)
+  return {cost.path_name(path): float(np.mean(leaf)) for path, leaf in named}
+
+
+def _step_cost(flops: cost.Flops, taken: training.Snapshot) -> float:
+  """Return the mean FLOPs of a gradient on the example batch, over a chunk.
 
   The forward pass and the gradient with respect to the inputs use the masked
   weights; the gradient with respect to the weights is needed for trained ones.
+  FLOPs are linear in the densities, so that means over steps are exact.
   """
-  return 2 * flops.total(chunk.density) + flops.total(chunk.stored)
+  used, trained = map(_by_name, jax.device_get((taken.used, taken.trained)))
+  return 2 * flops.total(used) + flops.total(trained)
 
 
-def _costs_of(flops, spent, task, masks, updater) -> dict[str, Any]:
+def _costs_of(flops, spent, task, masks) -> dict[str, Any]:
   """Return the fields of a record with the cost of the cell."""
   dense = flops.total()
   density = cost.leaf_densities(masks)
-  updates = _dense_gradients(updater, task.steps)
   return {
     "inference_flops": flops.total(density),
     "inference_flops_dense": dense,
-    "training_flops": spent + updates * (dense - flops.total(density)),
+    "training_flops": spent,
     "training_flops_dense": 3 * dense * task.steps,
     "density": density,
   }
-
-
-def _dense_gradients(updater: Any, steps: int) -> int:
-  """Return the number of steps with a dense gradient in a sparse training.
-
-  RigL and similar algorithms rank removed weights by gradient at mask updates.
-  """
-  category = updater.category
-  sparse = category.start == "sparse-to-sparse" and category.dynamic
-  if not (sparse and "gradients" in updater.needs):
-    return 0
-  if "momentum" in updater.needs:
-    return steps
-  every = np.arange(steps)
-  due = jax.vmap(updater.scheduler.is_mask_update_iter)(jnp.asarray(every))
-  return int(np.sum(np.asarray(due)))
 
 
 def _sizes_of(params, masks) -> dict[str, Any]:

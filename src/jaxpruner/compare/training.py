@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxpruner
+from jaxpruner import report
 from jaxpruner.compare.tasks.base import Task
 
 PyTree = Any
@@ -33,6 +34,8 @@ class Snapshot(NamedTuple):
 
   density: PyTree  # per leaf, weights that the forward pass uses
   stored: PyTree  # per leaf, weights that are trained
+  used: PyTree  # the density, mean over the steps of the chunk
+  trained: PyTree  # weights whose gradient is needed, mean over the steps
   churn: jax.Array  # weights new in the mask / weights kept
   explored: jax.Array  # fraction of weights that were kept so far
 
@@ -110,16 +113,21 @@ class _Seed:
     """Run `count` steps from `first` on; return `length` losses."""
 
     def body(i, state):
-      carry, losses = state
+      carry, losses, spent = state
+      # The masks before a step are those of its forward pass.
+      now = self._needed(carry, first + i)
+      spent = jax.tree.map(jnp.add, spent, now)
       carry, loss = self._step(carry, first + i, key, data)
-      return carry, losses.at[i].set(loss)
+      return carry, losses.at[i].set(loss), spent
 
+    spent = jax.tree.map(jnp.zeros_like, self._needed(carry, first))
     # A dynamic bound: the shorter last chunk reuses the compiled program.
-    carry, losses = jax.lax.fori_loop(
-      0, count, body, (carry, jnp.zeros(length))
+    carry, losses, spent = jax.lax.fori_loop(
+      0, count, body, (carry, jnp.zeros(length), spent)
     )
     carry, taken = self._snapshot(carry)
-    return carry, losses, taken
+    used, trained = jax.tree.map(lambda total: total / count, spent)
+    return carry, losses, taken._replace(used=used, trained=trained)
 
   def _step(self, carry: Carry, t: jax.Array, key: jax.Array, data: PyTree):
     task = self._task
@@ -155,23 +163,44 @@ class _Seed:
     flat = jax.tree.leaves(masks)
     size = sum(m.size for m in flat)
     seen = jax.tree.map(jnp.maximum, carry.seen, masks)
-    mean = lambda m: m.mean(dtype=jnp.float32)
-    density = jax.tree.map(mean, masks)
-    state = jaxpruner.find_state(carry.opt_state)
-    trained = state.masks if self._updater.holds_zeros else None
-    if self._updater.category.trained is not None:
-      trained = state.stats[self._updater.category.trained]
-    stored = jax.tree.map(jnp.ones_like, density)
-    if trained is not None and size:
-      stored = jax.tree.map(mean, trained)
+    density, stored = self._densities(carry.opt_state, masks)
     churn, explored = jnp.zeros([]), jnp.ones([])
     if size:
       old = jax.tree.leaves(carry.masks)
       grown = _total([new > was for new, was in zip(flat, old, strict=True)])
       churn = grown / jnp.maximum(_total(flat), 1)
       explored = jnp.asarray(_total(jax.tree.leaves(seen))) / size
-    taken = Snapshot(density, stored, churn, explored)
+    taken = Snapshot(density, stored, density, stored, churn, explored)
     return carry._replace(masks=masks, seen=seen), taken
+
+  def _densities(self, opt_state: PyTree, masks: PyTree) -> tuple[Any, Any]:
+    """Return, per leaf, the fractions used in the forward pass and trained."""
+    state = jaxpruner.find_state(opt_state)
+    flat, treedef = jax.tree.flatten(masks)
+    tally = state.tally  # counted at mask updates: no pass over the masks
+    density = treedef.unflatten(
+      [
+        mask.mean(dtype=jnp.float32)
+        if not tally
+        else tally.kept[i].astype(jnp.float32) / mask.size
+        for i, mask in enumerate(flat)
+      ]
+    )
+    stored = jax.tree.map(jnp.ones_like, density)
+    if not self._updater.reselects:
+      stored = density
+    key = self._updater.category.trained
+    if key is not None and flat:
+      mean = lambda m: m.mean(dtype=jnp.float32)
+      stored = jax.tree.map(mean, state.stats[key])
+    return density, stored
+
+  def _needed(self, carry: Carry, t: jax.Array) -> tuple[Any, Any]:
+    """Return the fractions of weights and of gradients that a step needs."""
+    masks = _masks_of(carry.params, carry.opt_state)
+    used, trained = self._densities(carry.opt_state, masks)
+    dense = report.needs_dense_gradient(self._updater, t)
+    return used, jax.tree.map(lambda d: jnp.where(dense, 1, d), trained)
 
   def final(self, carry: Carry) -> PyTree:
     """Return the parameters that are evaluated."""

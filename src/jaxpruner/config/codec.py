@@ -16,6 +16,7 @@ CRITERIA = {
   "momentum": criteria.Momentum,
   "random": criteria.Random,
   "magnitude_gradient": criteria.MagnitudeGradient,
+  "signal_to_noise": criteria.SignalToNoise,
 }
 
 # Fields that hold an object -> the names of these objects in configuration.
@@ -35,7 +36,8 @@ def parse_sparsity_type(spec: Any) -> Any:
   Args:
     spec: one of
 
-      - `"2:4"`, `"nm_2,4"`, `"nm_2,4,-1"` (with the axis): N:M,
+      - `"2:4"`, `"nm_2,4"`, `"nm_2,4,-1"` (with the axis), `"nm_2,4,,128"`
+        (with the stride): N:M,
       - `"4x4"`, `"block_4,4"`, `"maxblock_4,4"`: blocks,
       - `"channel_0"`, `"fan_in"`, `"transposable_2,4"`, `"diagonal_4"`,
         `"strided_4"`, `"unstructured"`,
@@ -52,7 +54,7 @@ def parse_sparsity_type(spec: Any) -> Any:
 
   Example:
     >>> parse_sparsity_type("2:4")
-    NByM(n=2, m=4, axis=-2)
+    NByM(n=2, m=4, axis=None, stride=1)
     >>> parse_sparsity_type({"*/kernel": "4x4"})
     {'*/kernel': Block(block_shape=(4, 4), use_avg_pooling=True)}
   """
@@ -66,8 +68,8 @@ def parse_sparsity_type(spec: Any) -> Any:
   if found is None:
     raise ValueError(
       f"sparsity_type={spec!r} is not understood; write '2:4' or 'nm_2,4' for "
-      "N:M, '4x4' or 'block_4,4' for blocks, 'channel_0' for channels, or a "
-      f"registered name: {', '.join(_spec.TYPES)}"
+      "N:M, '4x4' or 'block_4,4' for blocks, 'channel_0' for channels, or the "
+      f"name of a registered one. Sparsity types are: {', '.join(_spec.TYPES)}"
     )
   return found
 

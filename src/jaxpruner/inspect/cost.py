@@ -8,7 +8,9 @@ stored per parameter: one trace gives the cost of any mask.
 
 import collections
 import dataclasses
+import functools
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -188,6 +190,41 @@ def count_weights(params: PyTree, masks: PyTree = None) -> int:
   masked = jax.tree_util.tree_leaves(masks)
   total = sum(int(np.prod(np.shape(x))) for x in jax.tree.leaves(params))
   return total - sum(int(m.size - np.count_nonzero(m)) for m in masked)
+
+
+def needs_dense_gradient(updater: Any, step: Any) -> Any:
+  """Return whether a step needs the gradients of removed weights too.
+
+  Algorithms that grow weights by gradient need them at mask updates (RigL,
+  GraNet), in the steps that lead to one (`SignalRigL`), or at every step if
+  they keep a running mean of them (SNFS).
+  Algorithms that read gradients of kept weights only (MEST) never do.
+
+  Args:
+    updater: the pruning algorithm.
+    step: the number of the step, may be traced.
+
+  Returns:
+    A bool, or a boolean array if the step is traced.
+
+  Example:
+    >>> import jaxpruner
+    >>> every_ten = jaxpruner.sparsity_schedules.PeriodicSchedule(10)
+    >>> rigl = jaxpruner.RigL(scheduler=every_ten)
+    >>> [bool(needs_dense_gradient(rigl, step)) for step in (9, 10, 11)]
+    [False, True, False]
+    >>> needs_dense_gradient(jaxpruner.MEST(scheduler=every_ten), 10)
+    False
+  """
+  if "momentum" in updater.needs:
+    return True
+  grow = getattr(updater, "grow", None)
+  needs = updater.needs if grow is None else getattr(grow, "needs", ())
+  if not updater.regrows or "gradients" not in needs:
+    return False
+  due = updater.scheduler.is_mask_update_iter
+  near = [due(step + k) for k in range(getattr(grow, "window", 1))]
+  return functools.reduce(operator.or_, near)
 
 
 @dataclasses.dataclass

@@ -133,7 +133,7 @@ def check(
   course = _Course(params, opt_state, 0, False)
   for count in visits:
     course = _advance(say, run, course, count)
-    if not course.stopped and (pruner is None or pruner.holds_zeros):
+    if not course.stopped:
       course = _check_zeros(say, course, step)
     if course.stopped:
       break
@@ -147,7 +147,7 @@ def check(
   if reload is not None:
     _check_reload(say, state, reload(opt_state))
   if eval_params is not None:
-    _check_eval(say, pruner, eval_params(params, opt_state), state)
+    _check_eval(say, eval_params(params, opt_state), state)
   return result()
 
 
@@ -193,7 +193,6 @@ def _check_start(
   if (
     pruner is not None
     and pruner.category.start == "sparse-to-sparse"
-    and pruner.holds_zeros
     and _dense_somewhere(params, state)
   ):
     say(
@@ -234,9 +233,8 @@ def _check_zeros(say: _Say, course: _Course, step: Any) -> _Course:
 
 
 def _check_finite(say: _Say, state: SparseState) -> None:
-  skipped = (
-    0 if state.skipped is None else int(np.sum(np.asarray(state.skipped)))
-  )
+  absent = _leaves.is_absent(state.skipped)
+  skipped = 0 if absent else int(np.sum(np.asarray(state.skipped)))
   if skipped:
     say(
       "scores not finite",
@@ -444,18 +442,15 @@ def _check_reload(say, state: SparseState, restored: PyTree) -> None:
     return
 
 
-def _check_eval(say, pruner, params: PyTree, state: SparseState) -> None:
+def _check_eval(say, params: PyTree, state: SparseState) -> None:
   try:
     where = _escaped(params, state)
   except ValueError as error:
     say("other eval params", str(error))
     return
   if where:
-    call = "post_gradient_update"
-    if pruner is not None and not pruner.holds_zeros:
-      call = "pre_forward_update"
     say(
       "dense eval params",
       f"{where} in the parameters you evaluate with; evaluate "
-      f"pruner.{call}(copy, opt_state)",
+      "pruner.post_gradient_update(copy, opt_state)",
     )

@@ -45,9 +45,8 @@ def state_metrics(opt_state: PyTree, per_leaf: bool = False) -> dict[str, Any]:
   """
   state = find_state(opt_state)
   tally = state.tally
-  if tally is None:
+  if _leaves.is_absent(tally):
     return {}
-  skipped = jnp.zeros([], jnp.int32) if state.skipped is None else state.skipped
   metrics = {
     "sparsity": 1 - _share(tally.kept, tally.size),
     "kept": jnp.sum(tally.kept),
@@ -56,16 +55,16 @@ def state_metrics(opt_state: PyTree, per_leaf: bool = False) -> dict[str, Any]:
     "near_collapse": jnp.sum(_is_near_collapse(tally)),
     "collapsed": jnp.sum(tally.kept == 0),
     "moments_reset": jnp.sum(tally.reset),
-    "skipped": jnp.sum(skipped),
+    "skipped": jnp.sum(state.skipped),
   }
-  if tally.explored is not None:
+  if not _leaves.is_absent(tally.explored):
     metrics["exploration"] = _share(tally.explored, tally.size)
   if per_leaf:
     for i, name in enumerate(_leaf_names(state)):
       row = jax.tree.map(lambda x, i=i: x[i], tally)
       metrics[f"sparsity/{name}"] = 1 - _share(row.kept, row.size)
       metrics[f"churn/{name}"] = _share(row.grown, row.kept)
-      if row.explored is not None:
+      if not _leaves.is_absent(row.explored):
         metrics[f"exploration/{name}"] = _share(row.explored, row.size)
   return metrics
 
@@ -93,7 +92,7 @@ def layers_near_collapse(opt_state: PyTree) -> dict[str, int]:
     {'w': 2}
   """
   state = find_state(opt_state)
-  if state.tally is None:
+  if _leaves.is_absent(state.tally):
     return {}
   near = np.asarray(_is_near_collapse(state.tally))
   kept = np.asarray(state.tally.kept)
@@ -107,10 +106,16 @@ def _is_near_collapse(tally: Tally) -> Any:
 
 
 def _leaf_names(state: SparseState) -> list[str]:
-  return [
-    _leaves.join(names)
-    for names, _ in _leaves.flatten_with_names(state.masks)[0]
-  ]
+  """Return the path of every prunable leaf, and layer of a stacked leaf."""
+  masks = _leaves.flatten_with_names(state.masks)[0]
+  targets = jax.tree.leaves(state.target_sparsities)
+  names: list[str] = []
+  for (path, _), target in zip(masks, targets, strict=True):
+    name = _leaves.join(path)
+    # A stacked leaf has a target for each of its layers.
+    layers = [f"{name}[{i}]" for i in range(np.size(target))]
+    names += layers if np.ndim(target) else [name]
+  return names
 
 
 def _share(part: Any, whole: Any) -> Any:

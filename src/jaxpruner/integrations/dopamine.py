@@ -85,12 +85,6 @@ class SparseDQNAgent(SparseNetwork, dqn_agent.JaxDQNAgent):
         **(pruner_options or {}),
       }
     )
-    dense = self.pruner.category.start == "dense"
-    if not self.pruner.holds_zeros and not dense:
-      raise ValueError(
-        f"algorithm={algorithm!r} masks the forward pass, which belongs to "
-        "Dopamine's loss; choose one that masks the weights"
-      )
     super().__init__(num_actions, **options)  # pyright: ignore[reportCallIssue]
 
 

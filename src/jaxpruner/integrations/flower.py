@@ -85,8 +85,7 @@ class SparseFedAvg(FedAvg):
   """
 
   def __init__(self, pruner, params: Any, tx=None, checkpoints=None, **options):
-    ste = not pruner.holds_zeros and pruner.category.start != "dense"
-    if ste or "gradients" in pruner.category.needs:
+    if pruner.straight_through or "gradients" in pruner.category.needs:
       raise ValueError(
         f"pruner={type(pruner).__name__} needs pruned weights or their "
         "gradients, which clients do not send; choose magnitude, set, …"

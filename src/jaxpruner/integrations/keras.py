@@ -44,11 +44,6 @@ class SparseOptimizer(keras.optimizers.Optimizer):
     super().__init__(learning_rate)
     if isinstance(pruner, Mapping):
       pruner = jaxpruner.create_updater_from_config(pruner)
-    if not pruner.holds_zeros and pruner.category.start != "dense":
-      raise ValueError(
-        f"pruner={type(pruner).__name__} masks the forward pass, which belongs "
-        "to the Keras model; choose an algorithm that masks the weights"
-      )
     self.pruner, self.optimizer, self.options = pruner, optimizer, options
     # Keras owns the learning rate: Optax asks for it at every step.
     rate = lambda _: keras.ops.convert_to_tensor(self.learning_rate)

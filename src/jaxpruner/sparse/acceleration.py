@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from jaxpruner import _leaves
+from jaxpruner.inspect.summary import warn_if_contradicted
 from jaxpruner.sparse import _choose, _rewrite, formats
 from jaxpruner.sparse.formats import Sparse
 
@@ -221,6 +222,7 @@ def accelerate(
   timings = _choose.Timings(None if path is None else pathlib.Path(path))
   named, treedef = _leaves.flatten_with_names(params)
   all_masks = _leaves.align(params, masks)
+  warn_if_contradicted(params, masks, "accelerate")
   inputs = jax.tree.map(_concrete, example_inputs)
   uses = _rewrite.find_uses(apply_fn, params, inputs)
   leaves, layers = [], []

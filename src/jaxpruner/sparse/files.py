@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from jaxpruner import _leaves
+from jaxpruner.inspect.summary import warn_if_contradicted
 from jaxpruner.sparse import _layouts, _safetensors, checkpoints
 
 FileFormatError = _safetensors.FileFormatError
@@ -104,6 +105,7 @@ def save(
   """
   rows, _ = _flatten(params)
   mask_leaves = _leaves.align(params, masks)
+  warn_if_contradicted(params, masks, "save")
   tensors, leaves = [], {}
   for (name, keys, leaf), mask in zip(rows, mask_leaves, strict=True):
     array = _array(name, leaf)

@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxpruner import _leaves
 from jaxpruner import program as _program
+from jaxpruner.inspect.summary import warn_if_contradicted
 from jaxpruner.program import Node, Program, Var
 from jaxpruner.program.owners import Owners, per_weight
 from jaxpruner.sparse import _fold, _resize
@@ -179,6 +180,7 @@ def shrink(
     >>> small.same_code
     True
   """
+  warn_if_contradicted(params, masks, "shrink")
   paths, treedef = jax.tree_util.tree_flatten_with_path(params)
   values = [
     _masked(leaf, mask)

@@ -7,11 +7,13 @@ leaves add up exactly to the requested total, in any order of the leaves.
 uniform, erk            read shapes only
 lamp, owl, sensitivity  read weights or a loss: call them outside `jit`
 fixed                   returns a tree that was computed before
-filters                 which leaves are prunable
+filters, roles          which leaves are prunable, and why
 budget                  exact totals, used by all distributions
 table                   the table of names that configuration uses
 """
 
+from jaxpruner import _legacy
+from jaxpruner._stacks import unstack
 from jaxpruner.sparsity_distributions import allocation
 from jaxpruner.sparsity_distributions.budget import (
   Budget,
@@ -64,4 +66,7 @@ __all__ = [
   "register_distribution",
   "sensitivity",
   "uniform",
+  "unstack",
 ]
+
+__getattr__ = _legacy.old_names(__name__)

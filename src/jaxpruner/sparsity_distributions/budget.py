@@ -15,6 +15,7 @@ from jaxpruner.sparsity_distributions.filters import (
   check_filter,
   default_filter,
   is_floating,
+  judge,
 )
 from jaxpruner.sparsity_types import check_sparsity
 
@@ -45,6 +46,25 @@ def check_map(custom_sparsity_map: Any) -> None:
     )
 
 
+def check_size(name: str, leaf: Any) -> None:
+  """Raise if a leaf has more weights than a mask can count.
+
+  Args:
+    name: the leaf, for the message.
+    leaf: an array or its shape.
+
+  Raises:
+    ValueError: it has 2**32 weights or more.
+  """
+  size = math.prod(leaf.shape)
+  if size >= 1 << 32:
+    raise ValueError(
+      f"{name}: shape {tuple(leaf.shape)} holds {size:,} weights, 2**32 or "
+      "more; split it, say which axis stacks layers with stacked_axis, or "
+      "leave it out with filter_fn"
+    )
+
+
 class Budget:
   """The number of weights that all prunable leaves keep together.
 
@@ -61,6 +81,7 @@ class Budget:
     leaves: `(names, leaf)` of every leaf.
     free: the indices of the prunable leaves without a fixed sparsity.
     fixed: index -> the sparsity from `custom_sparsity_map`.
+    roles: whether the filter takes each leaf, and why.
     sizes: index -> the number of weights, for the free leaves.
     size: the number of weights in all free leaves.
 
@@ -82,10 +103,11 @@ class Budget:
     check_map(custom_sparsity_map)
     self.leaves, self.treedef = _leaves.flatten_with_names(params)
     self.fixed = _fixed(self.leaves, custom_sparsity_map or {})
+    self.roles = judge(filter_fn, self.leaves)
     self.free = [
       i
-      for i, (name, leaf) in enumerate(self.leaves)
-      if i not in self.fixed and filter_fn(name, leaf)
+      for i, role in enumerate(self.roles)
+      if i not in self.fixed and role.prunable
     ]
     self._check()
     self.sizes = {i: math.prod(self.leaves[i][1].shape) for i in self.free}
@@ -108,6 +130,7 @@ class Budget:
           f"{_describe(leaf)}, not a non-empty array of floats; leave it out "
           "with filter_fn"
         )
+      check_size(f"params leaf {_leaves.join(name)!r}", leaf)
 
   def fill(
     self, sparsity: float, densities: Mapping[int, fractions.Fraction]
@@ -155,6 +178,20 @@ class Budget:
     for i, fixed in self.fixed.items():
       result[i] = fixed
     return self.treedef.unflatten(result)
+
+
+def explain(
+  leaves: list[tuple[_leaves.Names, Any]],
+  filter_fn: FilterFn,
+  custom_sparsity_map: SparsityMap | None,
+) -> list[str]:
+  """Return, per leaf, why a distribution prunes it or not."""
+  roles = judge(filter_fn, leaves)
+  fixed = _fixed(leaves, custom_sparsity_map or {})
+  return [
+    "custom_sparsity_map" if i in fixed else role.reason
+    for i, role in enumerate(roles)
+  ]
 
 
 def _fixed(

@@ -3,23 +3,20 @@
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-import jax.numpy as jnp
-
 from jaxpruner import _leaves
+from jaxpruner.sparsity_distributions import roles
+from jaxpruner.sparsity_distributions.roles import is_floating as is_floating
 
 FilterFn: TypeAlias = Callable[[_leaves.Names, Any], bool]
 
-_NOT_WEIGHTS = frozenset(
-  "b bias biases scale offset beta gamma mean var count alpha".split()
-)
-_NORMS = ("norm", "ln_", "bn_")
-
 
 def default_filter(names: _leaves.Names, param: Any) -> bool:
-  """Accept floating-point leaves of 2 or more dimensions, by shape and name.
+  """Accept weights: floating-point leaves of 2 or more dimensions, by role.
 
-  Biases and the scales of normalisation layers are rejected by name, because
-  the scale of a layer norm in a scanned stack has two dimensions.
+  Biases, scales and statistics of norms, and logarithms are not weights. The
+  role follows from the last name as a whole word, and from the shape. A
+  distribution also looks at the leaves beside it: a 2-D `b` beside a 3-D `w` is
+  a bias.
 
   Args:
     names: the path of the leaf, such as `("encoder", "kernel")`.
@@ -35,13 +32,7 @@ def default_filter(names: _leaves.Names, param: Any) -> bool:
     >>> default_filter(("dense", "bias"), jnp.ones(4))
     False
   """
-  if getattr(param, "ndim", 0) < 2 or not is_floating(param):
-    return False
-  last = names[-1].lower()
-  if last in _NOT_WEIGHTS:
-    return False
-  in_norm = any(norm in name.lower() for name in names[:-1] for norm in _NORMS)
-  return not (in_norm and last in ("weight", "w"))
+  return roles.role_of(names, param, {}).prunable
 
 
 # The names of the filters in the paper's library.
@@ -66,23 +57,6 @@ def KERNEL_FILTER_FN(names: _leaves.Names, param: Any) -> bool:
   return names[-1] == "kernel"
 
 
-def is_floating(param: Any) -> bool:
-  """Return whether a leaf is an array of floating-point numbers.
-
-  Args:
-    param: the leaf: an array, a shape with a dtype, or anything else.
-
-  Returns:
-    True for floating-point arrays, False for all others.
-
-  Example:
-    >>> is_floating(jnp.ones(2)), is_floating(jnp.arange(2)), is_floating("w")
-    (True, False, False)
-  """
-  dtype = getattr(param, "dtype", None)
-  return dtype is not None and jnp.issubdtype(dtype, jnp.floating)
-
-
 def check_filter(filter_fn: Any) -> None:
   """Raise if a filter is not a function.
 
@@ -102,3 +76,19 @@ def check_filter(filter_fn: Any) -> None:
     raise ValueError(
       f"filter_fn={filter_fn!r} must be a function (names, param) -> bool"
     )
+
+
+def judge(
+  filter_fn: FilterFn, leaves: list[tuple[_leaves.Names, Any]]
+) -> list[roles.Role]:
+  """Return, per leaf, whether a filter takes it and why."""
+  if filter_fn is default_filter:
+    return roles.roles(leaves)
+  name = getattr(filter_fn, "__name__", "filter_fn")
+  name = "filter_fn" if name == "<lambda>" else name
+  return [
+    roles.Role(True, f"chosen by {name}")
+    if filter_fn(names, leaf)
+    else roles.Role(False, f"left out by {name}")
+    for names, leaf in leaves
+  ]

@@ -124,6 +124,7 @@ class SparsityType:
   - `check` raises for shapes that cannot have the structure.
   - A property `sparsity` is for structures with a single sparsity, such as
     N:M.
+  - `for_leaf` returns the type with what the path of a leaf tells.
   - `on_matrix` makes the type usable in pruning after training.
   - `spec` and `from_spec` write and read its name in configuration. The
     inherited ones write the field values after the registered name.
@@ -158,6 +159,19 @@ class SparsityType:
         f"{name}: shape {shape} holds no weights, nothing can be kept; leave "
         "it out with filter_fn"
       )
+
+  def for_leaf(self, names: tuple[str, ...], shape: Shape) -> "SparsityType":
+    """Return the type to use for a leaf; by default the type itself.
+
+    Args:
+      names: the path of the leaf.
+      shape: its shape.
+
+    Returns:
+      A type whose fields may depend on the leaf.
+    """
+    del names, shape
+    return self
 
   def pool(self, scores: Array) -> Array:
     """Return the scores of the units, given the scores of the weights."""
@@ -219,7 +233,7 @@ class SparsityType:
     """Return the name in configuration that stands for this type.
 
     Returns:
-      The registered name and the fields behind it, such as `"nm_2,4,-2"`.
+      The registered name and the fields behind it, such as `"nm_2,4"`.
     """
     return _spec.write(_spec.registered_name(type(self)), self)
 

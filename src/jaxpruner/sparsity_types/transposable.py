@@ -30,12 +30,25 @@ class TransposableNByM(grouped.NByM):
     n: the number of kept weights in every row and column of a block.
     m: the number of rows and columns of a block.
     axis: not used; present because `NByM` has it.
+    stride: 1; present because `NByM` has it.
 
   Example:
     >>> scores = jnp.array([[4.0, 3.0], [2.0, 5.0]])
     >>> TransposableNByM(1, 2).mask(scores, 0.5).tolist()
     [[1, 0], [0, 1]]
   """
+
+  def __post_init__(self):
+    super().__post_init__()
+    if self.stride != 1:
+      raise ValueError(
+        f"TransposableNByM: stride={self.stride!r} must be 1; strided groups "
+        "are for NByM"
+      )
+
+  def for_leaf(self, names: Any, shape: Any) -> base.SparsityType:
+    del names, shape
+    return self
 
   def check(self, shape: Any, sparsity: Any, name: str = "scores") -> None:
     for axis in (-2, -1):

@@ -10,6 +10,9 @@ import pytest
 
 from jaxpruner.sparse import _safetensors, files
 
+# The parameters here are not masked: what masks alone decide is the point.
+pytestmark = pytest.mark.filterwarnings("ignore:.*the masks remove")
+
 
 def raw(header, data=b"", length=None):
   text = header if isinstance(header, bytes) else json.dumps(header).encode()

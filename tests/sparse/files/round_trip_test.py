@@ -15,6 +15,9 @@ import safetensors.numpy
 
 from jaxpruner.sparse import _layouts, files
 
+# The parameters here are not masked: what masks alone decide is the point.
+pytestmark = pytest.mark.filterwarnings("ignore:.*the masks remove")
+
 DTYPES = [
   np.float32, np.float64, np.float16, ml_dtypes.bfloat16,
   ml_dtypes.float8_e4m3fn, np.int8, np.int32, np.int64, np.uint8, np.uint16,

@@ -13,6 +13,9 @@ import shrink_models as models
 
 from jaxpruner.sparse import files, shrinking
 
+# The parameters here are not masked: what masks alone decide is the point.
+pytestmark = pytest.mark.filterwarnings("ignore:.*the masks remove")
+
 X = np.random.default_rng(9).standard_normal((3, 5)).astype(np.float32)
 
 

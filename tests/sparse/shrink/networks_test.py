@@ -10,6 +10,9 @@ import shrink_models as models
 
 from jaxpruner.sparse import shrinking
 
+# The parameters here are not masked: what masks alone decide is the point.
+pytestmark = pytest.mark.filterwarnings("ignore:.*the masks remove")
+
 
 class Block(nn.Module):
   """A residual block."""
