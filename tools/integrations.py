@@ -76,6 +76,12 @@ FRAMEWORKS = {
   "tunix": Framework("Tunix", "google-tunix", "tunix", "its own"),
   "fedjax": Framework("FedJAX", "fedjax", "fedjax", "its own"),
   "dopamine": Framework("Dopamine", "dopamine-rl", "dopamine", "its own"),
+  "transformers": Framework(
+    "Hugging Face transformers",
+    "transformers",
+    "transformers",
+    "the folder, pruned",
+  ),
   "onnx": Framework("ONNX", "jax2onnx", "onnx", "the exported file"),
   "litert": Framework(
     "LiteRT", "ai-edge-litert", "litert", "the exported file"

@@ -14,10 +14,17 @@ COMMANDS = {
     "jaxpruner.post_training.oneshot_command",
     "prune a pretrained model",
   ),
-  "inspect": ("jaxpruner.sparse.inspect_command", "show a file's sparsity"),
-  "prune": ("jaxpruner.sparse.prune_command", "prune a checkpoint file"),
+  "generate": (
+    "jaxpruner.post_training.generate_command",
+    "write text with a model",
+  ),
+  "inspect": (
+    "jaxpruner.sparse.inspect_command",
+    "show the sparsity of a checkpoint",
+  ),
+  "prune": ("jaxpruner.sparse.prune_command", "prune a checkpoint"),
   "pack": ("jaxpruner.sparse.pack_command", "store zeros as bits"),
-  "unpack": ("jaxpruner.sparse.unpack_command", "store a file dense again"),
+  "unpack": ("jaxpruner.sparse.unpack_command", "store it dense again"),
 }
 
 
@@ -32,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
   Example:
     >>> sorted(COMMANDS)[:3]
-    ['compare', 'data', 'inspect']
+    ['compare', 'data', 'generate']
     >>> main(["data", "--help"])  # doctest: +ELLIPSIS
     Traceback (most recent call last):
     SystemExit: 0

@@ -83,3 +83,38 @@ def best_on_support(w, mask, gram, damping=0.01):
     s = np.flatnonzero(mask[:, o])
     result[s, o] = np.linalg.solve(h[np.ix_(s, s)], h[s] @ np.float64(w[:, o]))
   return result
+
+
+def ria(w, gram, sparsity):
+  """Relative importance times the root of the inputs' norms, in float64."""
+  w = np.float64(w)
+  size = np.abs(w)
+  share = size / size.sum(0, keepdims=True) + size / size.sum(1, keepdims=True)
+  scores = share * np.diag(np.float64(gram))[:, None] ** 0.25
+  kept = np.zeros(w.size, bool)
+  count = round(w.size * (1 - sparsity))
+  kept[np.argsort(-scores.ravel(), kind="stable")[:count]] = True
+  return kept.reshape(w.shape)
+
+
+def sparseswaps(w, gram, mask, m=0, rounds=100):
+  """The best swap of each output, tried pair by pair, in float64."""
+  w, gram, mask = np.float64(w), np.float64(gram), mask.copy()
+  loss = lambda r: r @ gram @ r
+  for o in range(w.shape[1]):
+    floor = 1e-6 * loss(w[:, o])
+    for _ in range(rounds):
+      removed = np.where(mask[:, o], 0, w[:, o])
+      now, best, pair = loss(removed), -floor, None
+      for i in np.flatnonzero(mask[:, o]):
+        for j in np.flatnonzero(~mask[:, o]):
+          if m and i // m != j // m:
+            continue
+          new = removed.copy()
+          new[i], new[j] = w[i, o], 0
+          if loss(new) - now < best:
+            best, pair = loss(new) - now, (i, j)
+      if pair is None:
+        break
+      mask[pair[0], o], mask[pair[1], o] = False, True
+  return mask

@@ -8,7 +8,7 @@ import pytest
 from jaxpruner import archives, post_training
 from jaxpruner.post_training import _pattern, models, solve_layer
 from jaxpruner.post_training.calibration import Statistics
-from jaxpruner.post_training.solvers import alps, obc, sparsegpt
+from jaxpruner.post_training.solvers import alps, obc, sparsegpt, sparseswaps
 from jaxpruner.sparsity_types import Block, NByM
 
 
@@ -70,6 +70,51 @@ def test_wanda_ranks_within_each_output(n, m):
   theirs, kept = reference.wanda(w, gram, 0.5, n, m)
   np.testing.assert_array_equal(np.asarray(mask[0]) != 0, kept)
   np.testing.assert_array_equal(new[0], theirs)
+
+
+def test_ria_ranks_relative_importance():
+  w, gram = layer(12)
+  square = jnp.asarray(np.diag(gram))[None]
+  seen = Statistics(1, jnp.zeros_like(square), square)
+  new, mask = solve_layer.prune(
+    w[None], seen, 0.5, settings=solve_layer.Settings("ria")
+  )
+  kept = reference.ria(w, gram, 0.5)
+  np.testing.assert_array_equal(np.asarray(mask[0]) != 0, kept)
+  np.testing.assert_array_equal(new[0], np.where(kept, w, 0))
+
+
+@pytest.mark.parametrize("n, m", [(0, 0), (2, 4)])
+def test_sparseswaps_makes_the_best_swaps(n, m):
+  w, gram = layer(13, inputs=16, outputs=5, tokens=100)
+  seen = Statistics(1, *2 * [jnp.diag(gram)[None]], jnp.asarray(gram)[None])
+  new, mask = solve_layer.prune(
+    w[None], seen, 0.5, pattern_of(n, m), solve_layer.Settings("sparseswaps")
+  )
+  _, start = reference.wanda(w, gram, 0.5, n, m)
+  kept = reference.sparseswaps(w, gram, start, m)
+  np.testing.assert_array_equal(np.asarray(mask[0]) != 0, kept)
+  np.testing.assert_array_equal(new[0], np.where(kept, w, 0))
+  np.testing.assert_array_equal(kept.sum(0), start.sum(0))
+  assert (kept != start).any()
+
+
+def test_sparseswaps_never_raises_the_error_of_an_output(monkeypatch):
+  monkeypatch.setattr(sparseswaps, "_ELEMENTS", 1)  # one output at a time
+  w, gram = layer(14, inputs=64, outputs=12)
+  seen = Statistics(1, *2 * [jnp.diag(gram)[None]], jnp.asarray(gram)[None])
+  found = [
+    np.asarray(solve_layer.prune(
+      w[None], seen, 0.6, settings=solve_layer.Settings(name)
+    )[0][0])
+    for name in ("wanda", "sparseswaps")
+  ]  # fmt: skip
+  before, after = (
+    np.array([error(w[:, o : o + 1], new[:, o : o + 1], gram)
+              for o in range(12)])
+    for new in found
+  )  # fmt: skip
+  assert (after <= before).all() and after.sum() < 0.9 * before.sum()
 
 
 def test_obc_removes_what_brain_surgeon_would():

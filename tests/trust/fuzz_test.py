@@ -11,19 +11,28 @@ import io
 import json
 import pathlib
 import random
+import shutil
 import struct
 import tarfile
 import tempfile
 import zipfile
 
+import flax.serialization
 import fuzz
 import numpy as np
 import pytest
 
 from jaxpruner import archives, datasets
-from jaxpruner.post_training import pruning
 from jaxpruner.post_training.models import gguf
-from jaxpruner.sparse import _choose, _layouts, _safetensors, files, structure
+from jaxpruner.sparse import (
+  _choose,
+  _layouts,
+  _safetensors,
+  _staging,
+  checkpoints,
+  files,
+  structure,
+)
 
 CORPUS = pathlib.Path(__file__).parent / "corpus"
 FEW, MANY = 300, 10_000
@@ -191,11 +200,47 @@ def read_cache(path):
   timings.save()
 
 
+def make_npz():
+  raw = io.BytesIO()
+  np.savez_compressed(raw, w=np.ones((6, 8), np.float32), n=np.arange(3))
+  return raw.getvalue()
+
+
+def make_msgpack():
+  return flax.serialization.to_bytes({"a": TREE["a"], "n": 3, "t": "x"})
+
+
+def make_index():
+  names = {"a/w": "1.safetensors", "é": "2.safetensors"}
+  return json.dumps({"metadata": {}, "weight_map": names}).encode()
+
+
+def read_checkpoint(name):
+  """Read and write again what is damaged, whatever it is taken for."""
+
+  def read(path):
+    folder = path.with_name("checkpoint")
+    folder.mkdir(exist_ok=True)
+    if name.endswith(".json"):
+      files.save(folder / "1.safetensors", {"a": TREE["a"]}, layout="dense")
+      files.save(folder / "2.safetensors", {"é": TREE["é"]}, layout="dense")
+    (folder / name).write_bytes(path.read_bytes())
+    again = path.with_name("again")
+    with checkpoints.open_checkpoint(folder / name) as file:
+      for tensor in file.tensors:
+        assert file.read(tensor)[0].shape == file.tensors[tensor].shape
+      if again.is_dir():
+        shutil.rmtree(again)
+      file.rewrite(again, file.content, metadata={})
+
+  return read
+
+
 def read_job(path):
   folder = path.with_name("job")
   folder.mkdir(exist_ok=True)
   (folder / "job.json").write_bytes(path.read_bytes())
-  pruning._claim(folder, JOB)
+  _staging.claim(folder, JOB)
 
 
 JOB = {"settings": {"method": "wanda", "damping": 0.01}, "data": "ab" * 32,
@@ -220,6 +265,12 @@ READERS = {
              enwik8_reader("mingru_pytorch-0.2.1.tar.gz"), archives.DataError),
   "enwik8-gz": (lambda: gzip.compress(b"x" * 99, mtime=0), PLAIN,
                 enwik8_reader("enwik8.gz"), archives.DataError),
+  "npz": (make_npz, PLAIN, read_checkpoint("x.npz"), files.FileFormatError),
+  "msgpack": (make_msgpack, PLAIN, read_checkpoint("x.msgpack"),
+              files.FileFormatError),
+  "index": (make_index, fuzz.damage_json,
+            read_checkpoint("model.safetensors.index.json"),
+            files.FileFormatError),
   "cache": (CACHE.encode, fuzz.damage_json, read_cache, ()),
   "job": (lambda: json.dumps(JOB).encode(), fuzz.damage_json, read_job,
           ValueError),

@@ -13,6 +13,8 @@ _MODULES = {
   "Report": "prune_report",
   "Solver": "solvers.table",
   "Statistics": "calibration",
+  "Token": "generation",
+  "Writer": "generation",
   "add_lora": "lora",
   "apply_lora": "lora",
   "calibrate": "calibration",

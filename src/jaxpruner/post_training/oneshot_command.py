@@ -1,4 +1,4 @@
-"""`jaxpruner oneshot`: prune a built-in pretrained model on a few batches."""
+"""`jaxpruner oneshot`: prune a pretrained model on a few batches of data."""
 
 import argparse
 import os
@@ -11,21 +11,32 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxpruner import archives, datasets, sparse
+from jaxpruner import _fingerprint, archives, datasets, sparse
 from jaxpruner.post_training import (
   calibration_text,
   evaluation,
   models,
   pruning,
 )
-from jaxpruner.post_training.models import resnet50
+from jaxpruner.post_training.models import (
+  decoder,
+  hub,
+  hub_tokenizer,
+  resnet50,
+)
 from jaxpruner.post_training.solvers.table import SOLVERS
+from jaxpruner.sparse import _layouts, checkpoints
 from jaxpruner.sparse._table import size, table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
   """Declare the options."""
-  parser.add_argument("--model", required=True, choices=sorted(models.MODELS))
+  parser.add_argument(
+    "--model",
+    required=True,
+    help="a Hugging Face folder of a decoder, or one of "
+    f"{', '.join(sorted(models.MODELS))}",
+  )
   parser.add_argument("--method", default="sparsegpt", choices=sorted(SOLVERS))
   parser.add_argument(
     "--sparsity", type=float, help="fraction removed; N:M types imply it"
@@ -59,7 +70,53 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     "--accelerate", action="store_true", help="also time sparse products"
   )
   parser.add_argument("--data", metavar="DIR", help="where packages lie")
-  parser.add_argument("--out", required=True, help="the .safetensors file")
+  parser.add_argument(
+    "--out",
+    required=True,
+    help="the .safetensors file; for a folder, the new folder",
+  )
+  parser.add_argument(
+    "--layout",
+    choices=("packed", "dense"),
+    help="of a new folder; by default that of the old one",
+  )
+
+
+def _load(args: argparse.Namespace) -> models.Model:
+  """Return a built-in model, or the decoder of a folder."""
+  if not os.path.isdir(args.model):
+    return models.load(args.model, args.data)
+  if os.path.exists(args.out):
+    raise ValueError(f"--out {args.out} exists; name a new folder")
+  found = models.load_folder(args.model)
+  if not isinstance(found.config, decoder.Decoder):
+    raise ValueError(
+      f"--model {args.model}: {found.config.kind} is no decoder; load it with "
+      "post_training.models.load_folder, and prune it with post_training.prune"
+    )
+  tokenizer = hub_tokenizer.HubTokenizer(args.model)
+  window = min(found.config.context, 512)
+  return models.Model(
+    found.apply_fn, found.params, hub.filter_fn, "text", tokenizer, window
+  )
+
+
+def _write_folder(
+  args: argparse.Namespace, params: Any, masks: Any, about: dict[str, Any]
+) -> None:
+  """Write the folder back, with the new weights in their old dtypes."""
+  with sparse.open_checkpoint(args.model) as file:
+
+    def content(name: str) -> _layouts.Content:
+      if masks.get(name) is None:
+        return file.content(name)
+      array = np.asarray(params[name]).astype(file.tensors[name].dtype)
+      return _layouts.content((array, masks[name]))
+
+    file.rewrite(
+      args.out, content, layout=args.layout, metadata=about,
+      facts={"weights": _fingerprint.arrays(params)},
+    )  # fmt: skip
 
 
 def _text(args: argparse.Namespace, part: int) -> str:
@@ -152,9 +209,9 @@ class _Progress:
 
 def run(args: argparse.Namespace) -> int:
   """Prune, save, and print the table; return 1 if that cannot be."""
-  folder = pathlib.Path(f"{args.out}.parts")
+  folder = pathlib.Path(f"{args.out}.layers")
   try:
-    model = models.load(args.model, args.data)
+    model = _load(args)
     learn, judge, labels = _inputs(args, model)
     step = 4 if model.kind != "image" else min(len(learn), 20)
     batches = [
@@ -178,7 +235,10 @@ def run(args: argparse.Namespace) -> int:
     settings = {
       k: getattr(args, k) for k in ("model", "method", "sparsity", "type")
     }
-    sparse.save(args.out, params, masks, metadata={"oneshot": settings})
+    if os.path.isdir(args.model):
+      _write_folder(args, params, masks, {"oneshot": settings})
+    else:
+      sparse.save(args.out, params, masks, metadata={"oneshot": settings})
   except (archives.DataError, ValueError, OSError) as error:
     print(error, file=sys.stderr)
     return 1
@@ -197,7 +257,7 @@ def _table(args, model, params, masks, report, judge, labels) -> str:
   rows = [
     (name, f"{before:.4g}", f"{after:.4g}"),
     ("sparsity of pruned weights", "0 %", f"{100 * report.sparsity:.2f} %"),
-    ("bytes", size(whole), size(os.path.getsize(args.out))),
+    ("bytes", size(whole), size(checkpoints.stored_bytes(args.out))),
     (
       unit + ", dense products",
       f"{_speed(lambda x: dense(model.params, x), sample):.3g}",

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import json
 import os
 import pathlib
 import time
@@ -13,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpruner import _atomic, _fingerprint, sparsity_distributions
+from jaxpruner import _fingerprint, sparsity_distributions
 from jaxpruner.config import codec
 from jaxpruner.post_training import (
   _graph,
@@ -25,7 +24,7 @@ from jaxpruner.post_training import (
 from jaxpruner.post_training.calibration import ApplyFn, FilterFn, Statistics
 from jaxpruner.post_training.prune_report import Layer, PruneReport
 from jaxpruner.post_training.solvers.table import Solver
-from jaxpruner.sparse import files
+from jaxpruner.sparse import _staging, files
 from jaxpruner.sparsity_distributions import default_filter, table
 from jaxpruner.sparsity_distributions.owl import THRESHOLD
 from jaxpruner.sparsity_distributions.table import DISTRIBUTIONS
@@ -68,7 +67,8 @@ def prune(
     batches: an iterable of batches of equal shapes, read once.
     method: "magnitude"; "wanda", |w| ‖x‖ per output; "sparsegpt", which edits
       the kept weights; "obc", exact greedy removal for small layers; "alps",
-      ADMM, slower and closer to the dense model; a name given to
+      ADMM, slower and closer to the dense model; "ria", relative
+      importance; "sparseswaps", the best swaps of Wanda's mask; a name given to
       `register_solver`; or a solver itself, see `Solver`.
     sparsity: fraction removed; an N:M type implies it.
     sparsity_type: Unstructured, NByM, Block, another type with `on_matrix`, or
@@ -227,7 +227,7 @@ class _Job:
       "versions": _fingerprint.versions(),
     }
     if self._settings.needs == "none" and not self._refit:
-      _claim(folder, facts)
+      _staging.claim(folder, facts)
     else:
       model.batches = self._hashed(folder, facts, model.batches)
 
@@ -243,7 +243,7 @@ class _Job:
     for batch in batches:
       digest.update(batch)
       yield batch
-    self._job = _claim(folder, facts | {"data": digest.hexdigest()})
+    self._job = _staging.claim(folder, facts | {"data": digest.hexdigest()})
     self._folder = folder
 
   def _file(self, cut: _stream.Cut) -> pathlib.Path:
@@ -369,30 +369,3 @@ class _Job:
       self.masks[i] = masks[str(i)]
     for row in about["layers"]:
       self.layers.append(Layer(**row | {"shape": tuple(row["shape"])}))
-
-
-def _claim(folder: pathlib.Path, facts: dict[str, Any]) -> str:
-  """Store the description of a job, or refuse a folder of another job.
-
-  Returns:
-    A name for the job, which its layers carry.
-  """
-  path = folder / "job.json"
-  text = json.dumps(facts, indent=1, sort_keys=True)
-  try:
-    found = path.read_bytes()
-  except FileNotFoundError:
-    _atomic.write_bytes(path, text.encode())
-    return _fingerprint.text(text)
-  try:
-    stored = json.loads(found)
-  except (ValueError, RecursionError):
-    stored = None
-  differing = _fingerprint.differences(stored, facts)
-  if stored is None or differing:
-    raise ValueError(
-      f"{folder} holds the layers of another job: "
-      f"{'; '.join(differing[:5]) if stored else 'job.json is damaged'}; "
-      "choose another folder or delete it"
-    )
-  return _fingerprint.text(text)

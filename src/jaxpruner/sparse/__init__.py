@@ -11,6 +11,7 @@ _MODULES = {
   "Accelerated": "acceleration",
   "Bitmask": "format_bitmask",
   "Block": "format_block",
+  "Checkpoint": "checkpoints",
   "Compact": "format_compact",
   "FileFormatError": "files",
   "Kept": "formats",
@@ -32,6 +33,7 @@ _MODULES = {
   "kept_entries": "formats",
   "load": "files",
   "matmul": "ops",
+  "open_checkpoint": "checkpoints",
   "pack": "formats",
   "read_metadata": "files",
   "register_format": "formats",
@@ -40,6 +42,7 @@ _MODULES = {
   "static": "formats",
   "to_bcoo": "interchange",
   "to_bcsr": "interchange",
+  "what_is": "checkpoints",
 }
 
 __all__ = sorted(_MODULES)  # pyright: ignore[reportUnsupportedDunderAll]

@@ -44,6 +44,44 @@ class Tensor(NamedTuple):
 
 
 Leaf = tuple[np.ndarray, np.ndarray | None]
+PIECE = 1 << 20  # elements written at once; whole bytes of bits
+# Flat values, and which of them are kept: None if no mask was given.
+Piece = tuple[np.ndarray, np.ndarray | None]
+
+
+class Content(NamedTuple):
+  """A tensor to write: its pieces in order, as often as they are asked for.
+
+  Every piece but the last has a multiple of 8 elements.
+  """
+
+  masked: bool
+  pieces: Callable[[], Iterable[Piece]]
+
+
+def content(leaf: Leaf) -> Content:
+  """Return a tensor and its mask as pieces."""
+  flat, mask = leaf[0].reshape(-1), leaf[1]
+  kept = None if mask is None else mask.reshape(-1)
+
+  def pieces() -> Iterator[Piece]:
+    for begin in range(0, flat.size, PIECE):
+      at = slice(begin, begin + PIECE)
+      yield flat[at], None if kept is None else kept[at] != 0
+
+  return Content(mask is not None, pieces)
+
+
+class Written(NamedTuple):
+  """What a user should know of a checkpoint that was written.
+
+  Attributes:
+    left: files not copied, the same weights in other formats.
+    found: shards that an interrupted run had finished.
+  """
+
+  left: list[str]
+  found: list[str]
 
 
 def _words(array: np.ndarray) -> np.ndarray:
@@ -61,12 +99,6 @@ def keep(array: np.ndarray, mask: np.ndarray | None) -> np.ndarray:
 def packed_bytes(tensor: Tensor, kept: int) -> int:
   """Return the bytes of bits and values in the `packed` layout."""
   return -(-tensor.size // 64) * 8 + kept * tensor.dtype.itemsize
-
-
-def _pack_bits(kept: np.ndarray) -> np.ndarray:
-  bits = np.packbits(kept, bitorder="little")
-  # Whole words keep the values that follow aligned.
-  return np.pad(bits, (0, -bits.size % 8))
 
 
 def _spread(mask: np.ndarray, values: np.ndarray) -> np.ndarray:
@@ -291,10 +323,40 @@ class SparseFile:
 
   def chunks(self, name: str) -> Iterator[np.ndarray]:
     """Yield a tensor flat in pieces; only a packed one is read whole."""
-    if self.tensors[name].encoding == "dense":
-      yield from self.reader.chunks(name)
-    else:
-      yield self.read(name)[0].reshape(-1)
+    for values, kept in self.content(name).pieces():
+      del kept
+      yield values
+
+  def content(self, name: str) -> Content:
+    """Return a tensor in pieces; only a packed one is read whole."""
+    tensor = self.tensors[name]
+    # A hash, and the bytes of BOOL, are checked on the whole.
+    if tensor.encoding != "dense" or tensor.sha256 or tensor.dtype == np.bool_:
+      return content(self.read(name))
+    return Content(False, lambda: ((c, None) for c in self.reader.chunks(name)))
+
+  @property
+  def kind(self) -> str:
+    """What the file is, in words."""
+    return "safetensors file"
+
+  def rewrite(
+    self,
+    target: str | os.PathLike,
+    read: Callable[[str], Content],
+    *,
+    layout: str | None = None,
+    metadata: Mapping[str, Any],
+    progress: Callable[[list[Tensor]], Iterable[Tensor]] = iter,
+    overwrite: bool = False,
+    facts: Mapping[str, Any] | None = None,
+  ) -> Written | None:
+    """Write a file with the same tensors and other content."""
+    del overwrite, facts  # a file is replaced in one piece
+    write(
+      target, self.tensors.values(), read, layout=layout or self.layout,
+      metadata=metadata, progress=progress,
+    )  # fmt: skip
 
 
 def _packed_parts(tensor: Tensor) -> tuple[str, ...]:
@@ -309,38 +371,72 @@ def _parts(tensor: Tensor) -> tuple[str, ...]:
   return _packed_parts(tensor)
 
 
+def _kept(piece: Piece) -> np.ndarray:
+  """Return which elements of a piece must be stored."""
+  values, kept = piece
+  return _words(values) != 0 if kept is None else kept
+
+
+def select(piece: Piece) -> np.ndarray:
+  """Return a piece with +0.0 where it is not kept."""
+  values, kept = piece
+  return (
+    values if kept is None else np.where(kept, values, values.dtype.type(0))
+  )
+
+
+def _values(content: Content) -> Iterator[np.ndarray]:
+  return (piece[0][_kept(piece)] for piece in content.pieces())
+
+
+def _bits(tensor: Tensor, content: Content) -> tuple[np.ndarray, int]:
+  """Return one bit per weight, in whole words, and the number of ones."""
+  # Whole words keep the values that follow aligned.
+  bits = np.zeros(-(-tensor.size // 64) * 8, np.uint8)
+  at = count = 0
+  for piece in content.pieces():
+    kept = _kept(piece)
+    packed = np.packbits(kept, bitorder="little")
+    bits[at : at + packed.size] = packed
+    at += packed.size
+    count += int(kept.sum())
+  return bits, count
+
+
+Part = tuple[np.dtype, tuple[int, ...], Iterable[np.ndarray]]
+
+
 def _encode(
-  tensor: Tensor, leaf: Leaf, layout: str
-) -> tuple[Tensor, list[np.ndarray]]:
-  array, mask = leaf
-  kept = keep(array, mask)
-  count = int(kept.sum())
-  if layout == "dense" or (layout == "sparse-bitmask" and not array.ndim):
-    if mask is not None:
-      array = np.where(kept.reshape(array.shape), array, array.dtype.type(0))
-    return tensor._replace(encoding="dense"), [array]
-  if layout == "sparse-bitmask":
-    # The layout has no room for a mask: an unmasked tensor stays dense
-    # unless packing it pays.
-    if mask is None and packed_bytes(tensor, count) >= array.nbytes:
-      return tensor._replace(encoding="dense"), [array]
-    rows = kept.reshape(array.shape)
-    counts = rows.sum(-1, dtype=np.int64)
-    starts = np.cumsum(counts).reshape(counts.shape) - counts
-    prefix = tensor.name.removesuffix(".weight")
-    return tensor._replace(encoding="sparse-bitmask", prefix=prefix), [
-      np.array(array.shape, np.int64),
-      array.reshape(-1)[kept],
-      np.packbits(rows, axis=-1, bitorder="little"),
-      starts,
-    ]
-  if mask is None and packed_bytes(tensor, count) >= array.nbytes:
-    encoded = tensor._replace(encoding="dense", masked=False)
-    parts = [array]
-  else:
-    encoded = tensor._replace(encoding="packed", masked=mask is not None)
-    parts = [_pack_bits(kept), array.reshape(-1)[kept]]
-  return encoded._replace(sha256=_sha(*parts)), parts
+  tensor: Tensor, content: Content, layout: str
+) -> tuple[Tensor, list[Part]]:
+  """Return how a tensor is stored, and its parts, to be consumed once."""
+  dense: Part = tensor.dtype, tensor.shape, map(select, content.pieces())
+  if layout == "dense" or (layout == "sparse-bitmask" and not tensor.shape):
+    return tensor._replace(encoding="dense"), [dense]
+  bits, count = _bits(tensor, content)
+  # sparse-bitmask has no room for a mask; in both an unmasked tensor stays
+  # dense unless packing it pays.
+  if not content.masked and (
+    packed_bytes(tensor, count) >= tensor.size * tensor.dtype.itemsize
+  ):
+    return tensor._replace(encoding="dense", masked=False), [dense]
+  values: Part = tensor.dtype, (count,), _values(content)
+  if layout == "packed":
+    encoded = tensor._replace(encoding="packed", masked=content.masked)
+    return encoded, [(bits.dtype, bits.shape, [bits]), values]
+  rows = np.unpackbits(bits, count=tensor.size, bitorder="little")
+  rows = rows.reshape(tensor.shape)
+  counts = rows.sum(-1, dtype=np.int64)
+  starts = np.cumsum(counts).reshape(counts.shape) - counts
+  parts = [
+    np.array(tensor.shape, np.int64),
+    np.packbits(rows, axis=-1, bitorder="little"),
+    starts,
+  ]
+  shape, row_bits, offsets = ((p.dtype, p.shape, [p]) for p in parts)
+  prefix = tensor.name.removesuffix(".weight")
+  encoded = tensor._replace(encoding="sparse-bitmask", prefix=prefix)
+  return encoded, [shape, values, row_bits, offsets]
 
 
 def _manifest(tensors: Iterable[Tensor], metadata: Mapping[str, Any]) -> str:
@@ -363,7 +459,7 @@ def _manifest(tensors: Iterable[Tensor], metadata: Mapping[str, Any]) -> str:
 def write(
   path: str | os.PathLike,
   tensors: Iterable[Tensor],
-  read: Callable[[str], Leaf],
+  read: Callable[[str], Content],
   *,
   layout: str = "packed",
   metadata: Mapping[str, Any] | None = None,
@@ -374,7 +470,7 @@ def write(
   Args:
     path: where the file appears once it is complete.
     tensors: name, path, dtype and shape of each tensor.
-    read: returns a tensor and its mask (or None) by name.
+    read: returns the content of a tensor by name.
     layout: "packed", "dense" or "sparse-bitmask".
     metadata: further values to store: JSON values in "packed", strings in the
       other layouts.
@@ -396,13 +492,16 @@ def write(
     done = []
     for tensor in progress(ordered):
       encoded, parts = _encode(tensor, read(tensor.name), layout)
+      digest = hashlib.sha256() if layout == "packed" else None
       for name, part in zip(_parts(encoded), parts, strict=True):
         if name in writer.entries:
           raise ValueError(
             f"{path}: two tensors would be stored as {name!r}, of which one "
             f"is a part of {tensor.name!r}; rename one, or use layout='dense'"
           )
-        writer.add(name, part)
+        writer.add(name, *part, digest)
+      if digest is not None:
+        encoded = encoded._replace(sha256=digest.hexdigest())
       done.append(encoded)
     if layout == "packed":
       writer.metadata = {_KEY: _manifest(done, metadata)}

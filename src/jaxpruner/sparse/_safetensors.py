@@ -39,6 +39,9 @@ DTYPES = {
   "I8": np.dtype(np.int8),
   "F8_E4M3": np.dtype(jnp.float8_e4m3fn),
   "F8_E5M2": np.dtype(jnp.float8_e5m2),
+  "F8_E4M3FNUZ": np.dtype(jnp.float8_e4m3fnuz),
+  "F8_E5M2FNUZ": np.dtype(jnp.float8_e5m2fnuz),
+  "F8_E8M0": np.dtype(jnp.float8_e8m0fnu),
   "U16": np.dtype(np.uint16),
   "I16": np.dtype(np.int16),
   "F16": np.dtype(np.float16),
@@ -49,6 +52,7 @@ DTYPES = {
   "U64": np.dtype(np.uint64),
   "I64": np.dtype(np.int64),
   "F64": np.dtype(np.float64),
+  "C64": np.dtype(np.complex64),
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -350,18 +354,31 @@ class Writer:
       self._open = stack.pop_all()
     return self
 
-  def add(self, name: str, array: np.ndarray) -> None:
-    """Append one tensor."""
-    end = self._position + array.nbytes
+  def add(
+    self,
+    name: str,
+    dtype: np.dtype,
+    shape: tuple[int, ...],
+    pieces: Iterable[np.ndarray],
+    digest: Any = None,
+  ) -> None:
+    """Append one tensor, given in flat pieces; `digest` hashes them."""
+    begin = self._position
     if len(self.entries) >= MAX_TENSORS:
       raise ValueError(
         f"{self.path}: more than {MAX_TENSORS} tensors; split the tree over "
         "several files"
       )
-    self.entries[name] = Entry(array.dtype, array.shape, self._position, end)
-    # A byte view: memoryview knows nothing of bfloat16.
-    self._file.write(array.reshape(-1).view(np.uint8).data)
-    self._position = end
+    for piece in pieces:
+      # A byte view: memoryview knows nothing of bfloat16.
+      raw = np.asarray(piece, order="C").reshape(-1).view(np.uint8).data
+      self._file.write(raw)
+      if digest is not None:
+        digest.update(raw)
+      self._position += len(raw)
+    if self._position - begin != math.prod(shape) * dtype.itemsize:
+      raise RuntimeError(f"{name}: its pieces do not fill the shape {shape}")
+    self.entries[name] = Entry(dtype, shape, begin, self._position)
 
   def __exit__(self, kind: Any, *exc: Any) -> None:
     try:

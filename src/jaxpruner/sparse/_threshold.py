@@ -17,12 +17,23 @@ class Threshold(NamedTuple):
   key: int
   ties: Mapping[str, int]
 
+  def masks(
+    self, name: str, chunks: Iterable[np.ndarray]
+  ) -> Iterator[np.ndarray]:
+    """Yield which weights of a tensor are kept, chunk by chunk."""
+    ties = self.ties[name]
+    for chunk in chunks:
+      found = keys(chunk, name)
+      mask = found > self.key
+      equal = np.flatnonzero(found == self.key)[:ties]
+      mask[equal] = True
+      ties -= equal.size
+      yield mask
+
   def mask(self, name: str, array: np.ndarray) -> np.ndarray:
     """Return the uint8 mask of one whole tensor."""
-    found = keys(array.reshape(-1), name)
-    mask = (found > self.key).astype(np.uint8)
-    mask[np.flatnonzero(found == self.key)[: self.ties[name]]] = 1
-    return mask.reshape(array.shape)
+    (mask,) = self.masks(name, [array.reshape(-1)])
+    return mask.astype(np.uint8).reshape(array.shape)
 
 
 def keys(chunk: np.ndarray, name: str) -> np.ndarray:

@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxpruner import _leaves
 from jaxpruner.inspect.summary import warn_if_contradicted
-from jaxpruner.sparse import _layouts, _safetensors
+from jaxpruner.sparse import _layouts, _safetensors, checkpoints
 
 FileFormatError = _safetensors.FileFormatError
 
@@ -112,16 +112,20 @@ def save(
     leaves[name] = (array, _mask(name, mask, array.shape))
     tensors.append(_layouts.Tensor(name, keys, array.dtype, array.shape))
   _layouts.write(
-    path, tensors, leaves.__getitem__, layout=layout, metadata=metadata
+    path,
+    tensors,
+    lambda name: _layouts.content(leaves[name]),
+    layout=layout,
+    metadata=metadata,
   )
 
 
 def load(path: str | os.PathLike, like: Any = None) -> tuple[Any, Any]:
-  """Load parameters and masks from a file of any layout, and check its content.
+  """Load parameters and masks from a checkpoint, and check its content.
 
   Args:
-    path: a file written by `save`, plain safetensors, or a file of
-      compressed-tensors.
+    path: a file written by `save`, plain safetensors, a file of
+      compressed-tensors, or anything else that `open_checkpoint` reads.
     like: a pytree with the structure of the result. Shapes and dtypes are those
       of the file, so a shrunk model loads into the structure of the original.
       By default the result is nested dicts with the keys of the saved tree;
@@ -143,7 +147,7 @@ def load(path: str | os.PathLike, like: Any = None) -> tuple[Any, Any]:
     >>> params["w"].tolist(), masks["w"].tolist()
     ([0.0, 2.0], [0, 1])
   """
-  with _layouts.SparseFile(path) as file:
+  with checkpoints.open_checkpoint(path) as file:
     names = list(file.tensors)
     # Hashing and copying release the interpreter lock.
     with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -182,7 +186,7 @@ def _insert(tree: Any, path: tuple[str | int, ...], leaf: Any) -> bool:
   return True
 
 
-def _nest(file: _layouts.SparseFile, leaves: dict) -> tuple[Any, Any]:
+def _nest(file: checkpoints.Checkpoint, leaves: dict) -> tuple[Any, Any]:
   params: Any = {}
   masks: Any = {}
   for name, tensor in file.tensors.items():

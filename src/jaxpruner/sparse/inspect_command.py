@@ -1,4 +1,4 @@
-"""`jaxpruner inspect FILE`: how sparse a file is, and in which structure."""
+"""`jaxpruner inspect CHECKPOINT`: how sparse it is, in which structure."""
 
 import argparse
 import pathlib
@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxpruner import _atomic
-from jaxpruner.sparse import _layouts, structure
+from jaxpruner.sparse import _layouts, checkpoints, structure
 from jaxpruner.sparse._progress import track
 from jaxpruner.sparse._table import size, table
 
@@ -30,7 +30,7 @@ class Row(NamedTuple):
 
 
 def look(
-  file: _layouts.SparseFile, tensor: _layouts.Tensor, draw: bool = False
+  file: checkpoints.Checkpoint, tensor: _layouts.Tensor, draw: bool = False
 ) -> Row:
   """Measure one tensor; keep a small picture of its mask to draw."""
   array, mask = file.read(tensor.name)
@@ -47,14 +47,20 @@ def look(
 
 
 def inspect(path: str, draw: bool = False) -> tuple[str, list[Row]]:
-  """Return the layout of a file and a row for each of its tensors."""
-  with _layouts.SparseFile(path) as file:
+  """Return what a checkpoint is and a row for each of its tensors."""
+  with checkpoints.open_checkpoint(path) as file:
     tensors = track(file.tensors.values(), "inspecting")
-    return file.layout, [look(file, t, draw) for t in tensors]
+    what = f"{file.kind}, {file.layout}"
+    return what, [look(file, t, draw) for t in tensors]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-  parser.add_argument("file", help="a .safetensors file of any layout")
+  parser.add_argument(
+    "file",
+    metavar="CHECKPOINT",
+    help="a Hugging Face folder, a .safetensors file of any layout, an Orbax "
+    "checkpoint, a Flax msgpack file or an .npz",
+  )
   parser.add_argument(
     "--plot", metavar="PICTURE", help="also draw sparsities and masks (PNG, …)"
   )

@@ -1,10 +1,9 @@
-"""`jaxpruner pack FILE -o OUT`: store zeros as bits."""
+"""`jaxpruner pack CHECKPOINT -o OUT`: store zeros as bits."""
 
 import argparse
-import os
 import sys
 
-from jaxpruner.sparse import _layouts
+from jaxpruner.sparse import _layouts, checkpoints, prune_command
 from jaxpruner.sparse._progress import track
 from jaxpruner.sparse._table import size
 
@@ -12,8 +11,7 @@ from jaxpruner.sparse._table import size
 def add_arguments(
   parser: argparse.ArgumentParser, layout: str = "packed"
 ) -> None:
-  parser.add_argument("file", help="a .safetensors file of any layout")
-  parser.add_argument("-o", "--output", required=True, help="the new file")
+  prune_command.add_paths(parser)
   parser.add_argument(
     "--layout",
     default=layout,
@@ -25,22 +23,24 @@ def add_arguments(
 
 def run(args: argparse.Namespace) -> int:
   try:
-    before = os.path.getsize(args.file)
-    with _layouts.SparseFile(args.file) as file:
-      _layouts.write(
+    prune_command.check_paths(args)
+    before = checkpoints.stored_bytes(args.file)
+    with checkpoints.open_checkpoint(args.file) as file:
+      kind = file.kind
+      file.rewrite(
         args.output,
-        file.tensors.values(),
-        file.read,
+        file.content,
         layout=args.layout,
         metadata=file.metadata,
         progress=lambda tensors: track(tensors, f"writing {args.layout}"),
+        overwrite=args.overwrite,
       )
-    after = os.path.getsize(args.output)
+    after = checkpoints.stored_bytes(args.output)
   except (ValueError, OSError) as e:
     print(e, file=sys.stderr)
     return 1
   print(
-    f"{args.output}: {size(before)} -> {size(after)} "
+    f"{args.output} ({kind}): {size(before)} -> {size(after)} "
     f"({after / max(before, 1):.3f}x)"
   )
   return 0

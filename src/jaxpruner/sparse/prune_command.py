@@ -1,6 +1,8 @@
-"""`jaxpruner prune FILE -o OUT`: prune a checkpoint, tensor by tensor.
+"""`jaxpruner prune CHECKPOINT -o OUT`: prune a checkpoint, tensor by tensor.
 
-Peak memory is a few times the largest tensor, whatever the size of the file.
+Single weights and N:M groups along the last axis are chosen and written in
+pieces: memory does not depend on the size of a tensor. Blocks and channels hold
+one tensor and its scores.
 """
 
 import argparse
@@ -9,6 +11,7 @@ import functools
 import os
 import re
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -16,17 +19,22 @@ import numpy as np
 
 import jaxpruner
 from jaxpruner import _tools, mask_calculator
-from jaxpruner.sparse import _layouts, _threshold
+from jaxpruner.sparse import _layouts, _threshold, checkpoints
+from jaxpruner.sparse import _safetensors as st
 from jaxpruner.sparse._progress import track
 from jaxpruner.sparse._table import size, table
 
-_PIECE = 1 << 20  # elements counted at once
 ALGORITHMS = ("magnitude", "random", "global_magnitude")
+_HELD = 1 << 27  # bytes of a tensor that are read once and kept in memory
+# Parts of a name that tell an embedding or a head.
+_ENDS = re.compile(
+  r"embed|embd|^(wte|wpe|word_embeddings|lm_head|head|classifier|score|"
+  r"output_layer|logits)$"
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-  parser.add_argument("file", help="a .safetensors file of any layout")
-  parser.add_argument("-o", "--output", required=True, help="the new file")
+  add_paths(parser)
   parser.add_argument(
     "--sparsity", type=float, help="fraction removed; N:M types imply it"
   )
@@ -47,7 +55,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     "--include",
     metavar="REGEX",
     type=_pattern,
-    help="prune only tensors it is found in",
+    help="prune only tensors it is found in; embeddings and heads are pruned "
+    "only where it is",
   )
   parser.add_argument(
     "--exclude",
@@ -59,8 +68,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   parser.add_argument(
     "--layout",
     choices=_layouts.LAYOUTS,
-    help="of the new file; by default that of the old one",
+    help="of the new checkpoint; by default that of the old one",
   )
+
+
+def add_paths(parser: argparse.ArgumentParser) -> None:
+  """Declare the checkpoint, and where the new one goes."""
+  parser.add_argument(
+    "file",
+    metavar="CHECKPOINT",
+    help="a Hugging Face folder, a .safetensors file of any layout, an Orbax "
+    "checkpoint, a Flax msgpack file or an .npz",
+  )
+  parser.add_argument(
+    "-o", "--output", required=True, help="the new file or folder"
+  )
+  parser.add_argument(
+    "--overwrite",
+    action="store_true",
+    help="replace a folder that exists, or the checkpoint itself",
+  )
+
+
+def check_paths(args: argparse.Namespace) -> None:
+  """Refuse to replace the checkpoint unless that was asked for."""
+  same = os.path.exists(args.output) and os.path.samefile(
+    args.file, args.output
+  )
+  if same and not args.overwrite:
+    raise ValueError(
+      f"{args.output} is the checkpoint itself; name another output, or "
+      "replace it with --overwrite"
+    )
 
 
 def _pattern(text: str) -> re.Pattern[str]:
@@ -73,16 +112,31 @@ def _pattern(text: str) -> re.Pattern[str]:
     ) from e
 
 
+def is_end(name: str) -> bool:
+  """Tell by its name whether a tensor is an embedding or a head.
+
+  >>> is_end("model.embed_tokens.weight"), is_end("layers.0.mlp.up.weight")
+  (True, False)
+  """
+  return any(map(_ENDS.search, re.split("[./]", name.lower())))
+
+
 def _chosen(args: argparse.Namespace, tensor: _layouts.Tensor) -> bool:
-  """Tell whether a tensor is one to prune."""
+  """Tell whether a tensor may be pruned, embeddings and heads included."""
   if args.exclude and args.exclude.search(tensor.name):
     return False
   if args.include and not args.include.search(tensor.name):
     return False
   names = tuple(re.split("[./]", tensor.name))
+  # Scales of quantised weights are matrices too, and E8M0 has no zero.
+  if "scale" in names[-1] or "E8M0" in st.DTYPE_NAMES.get(tensor.dtype, ""):
+    return False
   leaf = jax.ShapeDtypeStruct(tensor.shape, tensor.dtype)
-  return tensor.size > 0 and jaxpruner.sparsity_distributions.default_filter(
-    names, leaf
+  return (
+    tensor.size > 0
+    and tensor.dtype.kind != "c"
+    and tensor.dtype in st.DTYPE_NAMES
+    and jaxpruner.sparsity_distributions.default_filter(names, leaf)
   )
 
 
@@ -94,12 +148,18 @@ def _structured(kind: Any, scores: jax.Array, sparsity: float) -> jax.Array:
 class Plan:
   """Which tensors are pruned, how far, and by which scores."""
 
-  def __init__(self, args: argparse.Namespace, file: _layouts.SparseFile):
+  def __init__(
+    self, args: argparse.Namespace, file: checkpoints.Checkpoint
+  ) -> None:
     self._args, self._file = args, file
+    chosen = [t for t in file.tensors.values() if _chosen(args, t)]
+    self.left: list[str] = []
+    if not args.include:
+      self.left = [t.name for t in chosen if is_end(t.name)]
     shapes = {
       t.name: jax.ShapeDtypeStruct(t.shape, t.dtype)
-      for t in file.tensors.values()
-      if _chosen(args, t)
+      for t in chosen
+      if t.name not in self.left
     }
     if not shapes:
       raise ValueError(
@@ -134,73 +194,173 @@ class Plan:
         shapes, file.chunks, int(mask_calculator.num_ones(total, sparsity))
       )
 
-  def _mask(self, name: str, array: np.ndarray) -> np.ndarray:
-    if self._threshold is not None:
-      return self._threshold.mask(name, array)
-    if self._args.algorithm == "random":
-      seed = (self._args.seed, _tools.path_hash(name))
-      scores = np.random.default_rng(seed).random(array.shape, np.float32)
-    else:
-      scores = _threshold.keys(array, name).view(np.float32)
-    kind, sparsity = self.kind, self.sparsities[name]
+  @property
+  def facts(self) -> dict[str, Any]:
+    """What decides the result, besides the checkpoint."""
+    patterns = {
+      name: getattr(self._args, name) and getattr(self._args, name).pattern
+      for name in ("include", "exclude")
+    }
+    more = {k: getattr(self._args, k) for k in ("axis", "seed")}
+    return self.settings | patterns | more
+
+  def _kind(self, tensor: _layouts.Tensor) -> Any:
+    """Return the sparsity type of one tensor, checked."""
+    kind = self.kind
     if hasattr(kind, "m"):
-      axis = -1 if name.endswith(".weight") else -2
+      axis = -1 if tensor.name.endswith(".weight") else -2
       axis = axis if self._args.axis is None else self._args.axis
       kind = dataclasses.replace(kind, axis=axis)
-    kind.check(array.shape, sparsity, f"tensor {name!r}")
-    if kind == jaxpruner.Unstructured():
-      # The same choice as the type's own, without compiling per tensor.
-      kept = int(kind.ones(array.shape, sparsity))
-      flat = scores.reshape(-1)
-      pieces = np.array_split(flat, -(-flat.size // _PIECE))
-      found = _threshold.find([name], lambda _: pieces, kept)
-      return found.mask(name, scores)
-    return np.asarray(_structured(kind, scores, sparsity))
+    kind.check(
+      tensor.shape, self.sparsities[tensor.name], f"tensor {tensor.name!r}"
+    )
+    return kind
 
-  def read(self, name: str) -> _layouts.Leaf:
+  def _scores(
+    self, name: str, chunks: Iterator[np.ndarray]
+  ) -> Iterator[np.ndarray]:
+    """Yield the scores of a tensor as its chunks come."""
+    if self._args.algorithm == "random":
+      seed = (self._args.seed, _tools.path_hash(name))
+      rng = np.random.default_rng(seed)
+      return (rng.random(chunk.size, np.float32) for chunk in chunks)
+    return (_threshold.keys(chunk, name).view(np.float32) for chunk in chunks)
+
+  def content(self, name: str) -> _layouts.Content:
     """Return a tensor with its mask; one not chosen as it was."""
-    array, mask = self._file.read(name)
+    old = self._file.content(name)
     if name not in self.sparsities:
-      return array, mask
-    return array, self._mask(name, array)
+      return old
+    tensor = self._file.tensors[name]
+    if tensor.size * tensor.dtype.itemsize <= _HELD:
+      old = _layouts.content((self._file.read(name)[0], None))
+    chunks = lambda: (values for values, _ in old.pieces())
+    kind = self._kind(tensor)
+    if kind == jaxpruner.Unstructured():
+      # The same choice as the type's own, without holding the tensor.
+      found = self._threshold
+      if found is None:
+        kept = int(kind.ones(tensor.shape, self.sparsities[name]))
+        scores = lambda _: self._scores(name, chunks())
+        found = _threshold.find([name], scores, kept)
+      masks = lambda: found.masks(name, self._scores(name, chunks()))
+      if self._threshold is not None:
+        masks = lambda: found.masks(name, chunks())
+    elif _in_rows(kind, tensor.shape):
+      masks = lambda: _groups(kind, self._scores(name, chunks()))
+    else:
+      array = self._file.read(name)[0]
+      scores = np.empty(tensor.size, np.float32)
+      at = 0
+      for part in self._scores(name, chunks()):
+        scores[at : at + part.size] = part
+        at += part.size
+      scores = scores.reshape(tensor.shape)
+      mask = np.asarray(_structured(kind, scores, self.sparsities[name]))
+      return _layouts.content((array, mask))
+    return _layouts.Content(True, lambda: zip(chunks(), masks(), strict=True))
+
+
+def _in_rows(kind: Any, shape: tuple[int, ...]) -> bool:
+  """Tell whether N:M groups lie one after another, within every piece."""
+  m, n = getattr(kind, "m", 0), len(shape)
+  return (
+    type(kind) is jaxpruner.NByM
+    and kind.axis in (-1, n - 1)
+    and not shape[-1] % m
+    and not _layouts.PIECE % m
+  )
+
+
+def _groups(kind: Any, chunks: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
+  """Yield the masks of flat pieces of whole groups."""
+  kind = dataclasses.replace(kind, axis=-1)
+  for scores in chunks:
+    # Padded, so that the shapes to compile are few.
+    full = np.zeros(1 << max(10, (scores.size - 1).bit_length()), np.float32)
+    full[: scores.size] = scores
+    mask = _structured(kind, full.reshape(-1, kind.m), kind.sparsity)
+    yield np.asarray(mask).reshape(-1)[: scores.size] != 0
+
+
+class _Counted:
+  """Count what is kept while it is written."""
+
+  def __init__(self, plan: Plan):
+    self._plan = plan
+    self.rows: list[tuple[str, str, str]] = []
+    self.kept = self.weights = self.packed = 0
+
+  def content(self, tensor: _layouts.Tensor) -> _layouts.Content:
+    found = self._plan.content(tensor.name)
+    if tensor.name not in self._plan.sparsities:
+      self.packed += tensor.size * tensor.dtype.itemsize
+      return found
+    ones = sum(
+      int(np.sum(kept)) for _, kept in found.pieces() if kept is not None
+    )
+    self.kept += ones
+    self.weights += tensor.size
+    self.packed += _layouts.packed_bytes(tensor, ones)
+    shape = "x".join(map(str, tensor.shape))
+    sparsity = f"{100 * (1 - ones / tensor.size):.2f} %"
+    self.rows.append((tensor.name, shape, sparsity))
+    if not ones:
+      print(f"warning: nothing is left of {tensor.name}", file=sys.stderr)
+    return found
 
 
 def run(args: argparse.Namespace) -> int:
-  rows: list[tuple[str, str, str]] = []
   try:
-    with _layouts.SparseFile(args.file) as file:
+    check_paths(args)
+    before = checkpoints.stored_bytes(args.file)
+    with checkpoints.open_checkpoint(args.file) as file:
       plan = Plan(args, file)
-      weights = sum(file.tensors[n].size for n in plan.sparsities)
-      kept = 0
-
-      def read(name: str) -> _layouts.Leaf:
-        nonlocal kept
-        array, mask = plan.read(name)
-        if mask is not None and name in plan.sparsities:
-          ones = int(mask.sum(dtype=np.int64))
-          kept += ones
-          shape = "x".join(map(str, array.shape))
-          rows.append((name, shape, f"{100 * (1 - ones / mask.size):.2f} %"))
-          if not ones:
-            print(f"warning: nothing is left of {name}", file=sys.stderr)
-        return array, mask
-
-      _layouts.write(
+      counted = _Counted(plan)
+      written = file.rewrite(
         args.output,
-        file.tensors.values(),
-        read,
-        layout=args.layout or file.layout,
+        lambda name: counted.content(file.tensors[name]),
+        layout=args.layout,
         metadata=file.metadata | {"prune": plan.settings},
         progress=lambda tensors: track(tensors, "pruning"),
+        overwrite=args.overwrite,
+        facts=plan.facts,
       )
+      kind, layout = file.kind, args.layout or file.layout
   except (ValueError, OSError) as e:
     print(e, file=sys.stderr)
     return 1
-  print(table(("tensor", "shape", "sparsity"), rows))
+  print(table(("tensor", "shape", "sparsity"), counted.rows))
   print(
-    f"\n{args.output}: {kept:,} of {weights:,} weights kept in {len(rows)} "
-    f"tensors, sparsity {100 * (1 - kept / weights):.2f} %; "
-    f"{size(os.path.getsize(args.file))} -> "
-    f"{size(os.path.getsize(args.output))}"
+    f"\n{args.output} ({kind}): {counted.kept:,} of {counted.weights:,} "
+    f"weights kept in {len(counted.rows)} tensors, sparsity "
+    f"{100 * (1 - counted.kept / max(1, counted.weights)):.2f} %; "
+    f"{size(before)} -> {size(checkpoints.stored_bytes(args.output))}"
   )
+  for line in _remarks(plan, counted, layout, written):
+    print(line)
   return 0
+
+
+def _remarks(
+  plan: Plan, counted: _Counted, layout: str, written: _layouts.Written | None
+) -> Iterator[str]:
+  """Yield what a user should know besides the table."""
+  if plan.left:
+    more = f" and {len(plan.left) - 3} more" if len(plan.left) > 3 else ""
+    yield (
+      f"left alone: {', '.join(plan.left[:3])}{more} (embeddings and heads; "
+      "--include names what is pruned)"
+    )
+  if layout == "dense" and not (written and written.found):
+    yield (
+      "the layout is dense, so zeros are stored as zeros; --layout packed "
+      f"would take {size(counted.packed)}"
+    )
+  if written is not None and written.found:
+    yield (
+      f"{len(written.found)} shards were there from an interrupted run; the "
+      "table shows the others"
+    )
+  if written is not None and written.left:
+    yield f"not copied: {', '.join(written.left)} (weights of other formats)"

@@ -1,4 +1,4 @@
-"""`jaxpruner unpack FILE -o OUT`: store a file dense again."""
+"""`jaxpruner unpack CHECKPOINT -o OUT`: store it dense again."""
 
 import argparse
 

@@ -67,5 +67,5 @@ def test_a_file_can_be_rewritten_from_itself(tmp_path):
   path = tmp_path / "x.safetensors"
   files.save(path, {"w": np.eye(64), "b": np.ones(2)})
   with _layouts.SparseFile(path) as file:
-    _layouts.write(path, file.tensors.values(), file.read, layout="dense")
+    _layouts.write(path, file.tensors.values(), file.content, layout="dense")
   assert files.load(path)[0]["w"].tolist() == np.eye(64).tolist()

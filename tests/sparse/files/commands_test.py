@@ -198,7 +198,7 @@ def test_inspect_draws_a_picture(tmp_path, capsys):
   capsys.readouterr()
   run("inspect", new, "--plot", tmp_path / "p.png")
   out = capsys.readouterr().out
-  assert "unstructured" in out and "5 tensors (dense)" in out
+  assert "unstructured" in out and "5 tensors (safetensors file, dense)" in out
   assert (tmp_path / "p.png").read_bytes()[:4] == b"\x89PNG"
 
 
@@ -275,7 +275,7 @@ def minilm():
 def test_a_real_model_is_pruned_packed_and_restored(tmp_path, capsys):
   model, pruned = minilm(), tmp_path / "pruned.safetensors"
   packed, dense = tmp_path / "packed", tmp_path / "dense"
-  run("prune", model, "--sparsity", 0.9, "-o", pruned)
+  run("prune", model, "--sparsity", 0.9, "--include", ".", "-o", pruned)
   assert "sparsity 90.00 %" in capsys.readouterr().out
   run("pack", pruned, "-o", packed)
   run("unpack", packed, "-o", dense)

@@ -61,7 +61,15 @@ SOLVERS: _registry.Registry[Solver] = _registry.Registry(
   "jaxpruner.post_training.register_solver",
   {
     name: f"{_HERE}.{name}:SOLVER"
-    for name in ("magnitude", "wanda", "sparsegpt", "obc", "alps")
+    for name in (
+      "magnitude",
+      "wanda",
+      "ria",
+      "sparsegpt",
+      "obc",
+      "alps",
+      "sparseswaps",
+    )
   },
   owner=lambda solver: solver.solve,
 )

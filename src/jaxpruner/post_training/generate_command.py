@@ -1,0 +1,94 @@
+"""`jaxpruner generate FOLDER --prompt …`: write text with a model."""
+
+import argparse
+import sys
+
+import jax.numpy as jnp
+
+from jaxpruner.post_training import generation, models
+from jaxpruner.post_training.models import hub, hub_tokenizer
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+  """Declare the options."""
+  parser.add_argument(
+    "folder", metavar="FOLDER", help="a Hugging Face folder, dense or packed"
+  )
+  parser.add_argument("--prompt", required=True, help="the text to go on from")
+  parser.add_argument(
+    "--tokens", type=int, default=100, help="how many to write at most"
+  )
+  parser.add_argument(
+    "--temperature", type=float, default=0.0, help="0: the most likely token"
+  )
+  parser.add_argument(
+    "--top-k", type=int, default=0, help="draw among the so many most likely"
+  )
+  parser.add_argument("--seed", type=int, default=0, help="of the drawing")
+  parser.add_argument(
+    "--dtype", default="float32", choices=("float32", "bfloat16")
+  )
+  parser.add_argument(
+    "--accelerate",
+    action="store_true",
+    help="pack sparse weights where that is measured to be faster (float32)",
+  )
+
+
+def run(args: argparse.Namespace) -> int:
+  """Write the text as it comes, then the speed."""
+  try:
+    if args.accelerate and args.dtype != "float32":
+      raise ValueError("--accelerate packs float32; leave out --dtype")
+    tokenizer = hub_tokenizer.HubTokenizer(args.folder)
+    model = models.load_folder(args.folder, jnp.dtype(args.dtype))
+    prompt = tokenizer.encode(args.prompt)
+    length = len(prompt) + max(1, args.tokens)
+    writer = generation.Writer(model, length, accelerate=args.accelerate)
+    drawn = writer.write(
+      prompt,
+      args.tokens,
+      temperature=args.temperature,
+      top_k=args.top_k,
+      seed=args.seed,
+      stop=_ends(args.folder),
+    )
+    seconds = _stream(tokenizer, prompt, drawn)
+  except (ValueError, OSError) as error:
+    print(error, file=sys.stderr)
+    return 1
+  if writer.report is not None:
+    # The table of all weights is long; its last line is the sum.
+    print("\n" + str(writer.report).splitlines()[-1], file=sys.stderr)
+  # The first step compiles.
+  later = seconds[2:]
+  pace = f"{len(later) / sum(later):.1f} tokens/s" if later else "no pace yet"
+  print(
+    f"\nprefill {len(prompt)} tokens {seconds[0]:.2f} s (with compilation), "
+    f"then {pace}",
+    file=sys.stderr,
+  )
+  return 0
+
+
+def _ends(folder: str) -> list[int]:
+  """Return the tokens that end a text."""
+  found = hub.read_config(folder).get("eos_token_id")
+  ids = found if isinstance(found, list) else [found]
+  return [i for i in ids if type(i) is int]
+
+
+def _stream(tokenizer, prompt, drawn) -> list[float]:
+  """Print text as soon as its characters are whole; return the times."""
+  ids, seconds = list(prompt), []
+  shown = tokenizer.decode(ids)
+  print(shown, end="", flush=True)
+  for token in drawn:
+    ids.append(token.id)
+    seconds.append(token.seconds)
+    text = tokenizer.decode(ids)
+    if not text.endswith("\ufffd"):  # half of a character
+      print(text[len(shown) :], end="", flush=True)
+      shown = text
+  print()
+  return seconds

@@ -1,0 +1,188 @@
+"""Write text with a decoder: prefill, a cache of keys and values, sampling."""
+
+import functools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpruner import sparse
+from jaxpruner.post_training.models import decoder
+from jaxpruner.post_training.models.hub import HubModel
+
+
+class Token(NamedTuple):
+  """A drawn token, and how long it took.
+
+  Attributes:
+    id: the token.
+    seconds: since the token before; for the first, the prefill.
+
+  Example:
+    >>> Token(5, 0.01).id
+    5
+  """
+
+  id: int
+  seconds: float
+
+
+def _rounded(length: int) -> int:
+  """Round up to a power of two: prompts of near lengths share a program."""
+  return 1 << max(4, (length - 1).bit_length())
+
+
+def _draw(
+  logits: np.ndarray, rng: np.random.Generator, temperature: float, top_k: int
+) -> int:
+  """Return the most likely token, or a random one of the likely."""
+  if not temperature:
+    return int(np.argmax(logits))
+  scores = logits.astype(np.float64) / temperature
+  if 0 < top_k < scores.size:
+    scores[scores < np.partition(scores, -top_k)[-top_k]] = -np.inf
+  chances = np.exp(scores - scores.max())
+  return int(rng.choice(scores.size, p=chances / chances.sum()))
+
+
+class Writer:
+  """A decoder that is ready to write.
+
+  The prompt runs once through the model with a cache of keys and values; then
+  each token is one step. With `accelerate=True` the weights of the step are
+  packed where that was measured to be faster.
+
+  Args:
+    model: a decoder that `models.load_folder` loaded.
+    length: tokens of prompt and text together, at most.
+    accelerate: pack sparse weights for the step.
+    cache: where timings are remembered, as in `sparse.accelerate`.
+
+  Raises:
+    ValueError: the model is no decoder, or its positions end before `length`.
+
+  Example:
+    >>> Writer(HubModel(len, {}, {}, None, "folder"))
+    Traceback (most recent call last):
+    ValueError: folder: no decoder; text is written by decoders such as Llama
+  """
+
+  def __init__(
+    self,
+    model: HubModel,
+    length: int = 512,
+    *,
+    accelerate: bool = False,
+    cache: Any = None,
+  ):
+    config = model.config
+    if not isinstance(config, decoder.Decoder):
+      raise ValueError(
+        f"{model.folder}: no decoder; text is written by decoders such as Llama"
+      )
+    if 0 < config.positions < length:
+      raise ValueError(
+        f"length={length}: the model has {config.positions} positions"
+      )
+    self._model, self._config, self._length = model, config, length
+    self._prefill = jax.jit(functools.partial(decoder.forward, config))
+    step = functools.partial(_step, config)
+    self.report = None
+    if accelerate:
+      example = self._example()
+      fast, self.report = sparse.accelerate(
+        step, model.params, *example, masks=_masks(model), cache=cache
+      )
+      self._step: Callable[..., Any] = fast
+    else:
+      run = jax.jit(step, donate_argnums=2)
+      self._step = functools.partial(run, model.params)
+
+  def _example(self) -> tuple[Any, ...]:
+    kept = decoder.empty_cache(self._config, 1, self._length, self._dtype)
+    return jnp.zeros((1, 1), jnp.int32), kept, jnp.int32(0)
+
+  @property
+  def _dtype(self) -> Any:
+    return next(iter(self._model.params.values())).dtype
+
+  def write(
+    self,
+    prompt: Sequence[int],
+    tokens: int = 100,
+    *,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    seed: int = 0,
+    stop: Sequence[int] = (),
+  ) -> Iterator[Token]:
+    """Draw tokens after a prompt, one by one.
+
+    Args:
+      prompt: token ids, at least one.
+      tokens: how many to draw at most.
+      temperature: 0 for the most likely token each time.
+      top_k: draw among the so many most likely; 0 for all.
+      seed: of the drawing.
+      stop: tokens that end the text.
+
+    Yields:
+      Each token as soon as it is known.
+    """
+    prompt = list(prompt)
+    if not prompt or not all(0 <= i < self._config.vocab for i in prompt):
+      raise ValueError(
+        f"prompt must hold token ids from 0 to {self._config.vocab - 1}"
+      )
+    if temperature < 0 or tokens < 1:
+      raise ValueError(
+        f"temperature={temperature} must not be negative, tokens={tokens} at "
+        "least 1"
+      )
+    if len(prompt) + tokens > self._length:
+      raise ValueError(
+        f"{len(prompt)} tokens of prompt and {tokens} of text are more than "
+        f"length={self._length}; give the Writer a larger length"
+      )
+    return self._write(prompt, tokens, temperature, top_k, seed, stop)
+
+  def _write(self, prompt, tokens, temperature, top_k, seed, stop):
+    rng = np.random.default_rng(seed)
+    start = time.perf_counter()
+    width = min(_rounded(len(prompt)), self._length)
+    padded = np.zeros((1, width), np.int32)
+    padded[0, : len(prompt)] = prompt
+    kept = decoder.empty_cache(self._config, 1, self._length, self._dtype)
+    # What stands behind the prompt is overwritten before anyone looks at it.
+    logits, kept = self._prefill(
+      self._model.params, padded, kept, 0, len(prompt) - 1
+    )
+    for i in range(len(prompt), len(prompt) + tokens):
+      drawn = _draw(np.asarray(logits)[0, -1], rng, temperature, top_k)
+      now = time.perf_counter()
+      yield Token(drawn, now - start)
+      start = now
+      if drawn in stop or i + 1 == len(prompt) + tokens:
+        return
+      logits, kept = self._step(
+        jnp.array([[drawn]], jnp.int32), kept, jnp.int32(i)
+      )
+
+
+def _step(config: decoder.Decoder, params: Any, token: Any, kept: Any, at: Any):
+  return decoder.forward(config, params, token, kept, at)
+
+
+def _masks(model: HubModel) -> dict[str, Any]:
+  """Return the saved masks; where there are none, those of the zeros."""
+  found = {}
+  for name, array in model.params.items():
+    mask = model.masks[name]
+    if mask is None and array.ndim == 2:
+      zeros = np.asarray(array) == 0
+      mask = (~zeros).astype(np.uint8) if zeros.any() else None
+    found[name] = mask
+  return found

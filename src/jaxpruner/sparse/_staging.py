@@ -1,0 +1,122 @@
+"""Replace a folder in one piece, and go on with one that was interrupted.
+
+The new folder grows beside its target as `<target>.parts`, file by file, each
+whole or absent. When all are there it takes the place of the target. A process
+that dies leaves the parts; the same job goes on from them.
+"""
+
+import contextlib
+import ctypes
+import json
+import os
+import pathlib
+import shutil
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from jaxpruner import _atomic, _fingerprint
+
+try:
+  import fcntl
+except ImportError:  # Windows has no flock: two writers are not noticed
+  fcntl = None
+
+_JOB = "job.json"
+
+
+def claim(folder: pathlib.Path, facts: Mapping[str, Any]) -> str:
+  """Store the description of a job, or refuse a folder of another job.
+
+  Returns:
+    A name for the job, which its parts may carry.
+  """
+  path = folder / _JOB
+  text = json.dumps(facts, indent=1, sort_keys=True)
+  try:
+    found = path.read_bytes()
+  except FileNotFoundError:
+    _atomic.write_bytes(path, text.encode())
+    return _fingerprint.text(text)
+  try:
+    stored = json.loads(found)
+  except (ValueError, RecursionError):
+    stored = None
+  differing = _fingerprint.differences(stored, facts)
+  if stored is None or differing:
+    raise ValueError(
+      f"{folder} holds the parts of another job: "
+      f"{'; '.join(differing[:5]) if stored else 'job.json is damaged'}; "
+      "choose another folder or delete it"
+    )
+  return _fingerprint.text(text)
+
+
+def check_target(target: str | os.PathLike, overwrite: bool) -> pathlib.Path:
+  """Return the path, if a folder may be written there."""
+  path = pathlib.Path(os.path.abspath(target))
+  if not path.parent.is_dir():
+    raise _atomic.PathError(
+      f"{target}: the folder {path.parent} does not exist; make it first"
+    )
+  if os.path.lexists(path):
+    if path.is_symlink() or not path.is_dir():
+      raise _atomic.PathError(
+        f"{target} is no folder; a folder is written: name a new one"
+      )
+    if not overwrite:
+      raise _atomic.PathError(
+        f"{target} exists; name a new folder, or replace it with --overwrite"
+      )
+  return path
+
+
+@contextlib.contextmanager
+def replacing(
+  target: str | os.PathLike, facts: Mapping[str, Any], overwrite: bool = False
+) -> Iterator[pathlib.Path]:
+  """Yield the folder of parts; it becomes `target` when the block ends.
+
+  Args:
+    target: the folder.
+    facts: what decides the result; parts of other facts are refused.
+    overwrite: replace a folder that exists.
+  """
+  path = check_target(target, overwrite)
+  parts = path.with_name(path.name + ".parts")
+  parts.mkdir(exist_ok=True)
+  claim(parts, facts)
+  with open(parts / _JOB, "rb") as lock:
+    if fcntl is not None:
+      try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+      except BlockingIOError:
+        raise ValueError(
+          f"{parts}: another process is writing it; wait for it"
+        ) from None
+      except OSError:  # a file system without locks
+        pass
+    yield parts
+    os.unlink(parts / _JOB)
+    _atomic.sync_folder(parts)
+    if path.exists():
+      _exchange(parts, path)
+      shutil.rmtree(parts)
+    else:
+      os.rename(parts, path)
+    _atomic.sync_folder(path.parent)
+
+
+def _exchange(one: pathlib.Path, other: pathlib.Path) -> None:
+  """Swap two folders: in one call where the system can, else in two."""
+  if sys.platform == "linux":
+    swap = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    here, flag = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    if swap and not swap(
+      here, os.fsencode(one), here, os.fsencode(other), flag
+    ):
+      return
+  aside = other.with_name(other.name + ".old")
+  os.rename(other, aside)
+  os.rename(one, other)
+  os.rename(aside, one)
