@@ -114,11 +114,9 @@ _MODULES = (
   "criteria",
   "kept",
   "mask_calculator",
-  "metrics",
   "plot",
   "post_training",
   "redistribution",
-  "report",
   "sparse",
   "sparsity_distributions",
   "sparsity_schedules",
@@ -127,11 +125,12 @@ _MODULES = (
   "tickets",
   "transforms",
 )
-_NO_NAMES = ("metrics", "report")  # modules that `__all__` never had
+# Modules that `import jaxpruner` has always given, although not in `__all__`.
+_MORE_MODULES = ("api", "base_updater", "engine", "metrics", "report", "utils")
 
 
 def __getattr__(name: str) -> Any:
-  if name in _MODULES:
+  if name in _MODULES or name in _MORE_MODULES:
     return importlib.import_module(f"jaxpruner.{name}")
   if name in _HOME:
     value = getattr(importlib.import_module(f"jaxpruner.{_HOME[name]}"), name)
@@ -160,10 +159,9 @@ def __getattr__(name: str) -> Any:
 def _all() -> list[str]:
   """Return the public names: constants, classes, functions, as ruff sorts."""
   algorithms = importlib.import_module("jaxpruner.algorithms")
-  modules = [name for name in _MODULES if name not in _NO_NAMES]
-  names = [*algorithms.__all__, *_HOME, *modules]
+  names = [*algorithms.__all__, *_HOME, *_MODULES]
   return sorted(names, key=lambda n: (not n.isupper(), not n[0].isupper(), n))
 
 
 def __dir__() -> list[str]:
-  return sorted({*globals(), *_all(), *_NO_NAMES})
+  return sorted({*globals(), *_all(), *_MORE_MODULES})
