@@ -1,7 +1,11 @@
 """Test settings: eight virtual CPU devices, Hypothesis profiles, a cache."""
 
+import contextlib
+import ctypes
+import gc
 import os
 import pathlib
+import resource
 import tempfile
 
 # Must be set before JAX starts its backend.
@@ -15,6 +19,7 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
 os.environ.setdefault("MPLBACKEND", "agg")
 
 import hypothesis
+import jax
 import pytest
 
 _COMMON = dict(
@@ -35,3 +40,25 @@ def tables_are_restored():
 
   with _registry.restored():
     yield
+
+
+_MOST_MEMORY = 2.5 * 2**30  # of a worker, in bytes
+
+
+@pytest.fixture(autouse=True)
+def memory_is_bounded():
+  """Drop compiled programs when they take much memory: 8 GiB must do."""
+  yield
+  if _resident() > _MOST_MEMORY:
+    jax.clear_caches()
+    gc.collect()
+    with contextlib.suppress(OSError, AttributeError):
+      ctypes.CDLL(None).malloc_trim(0)  # glibc keeps what was freed
+
+
+def _resident() -> int:
+  try:
+    pages = int(pathlib.Path("/proc/self/statm").read_text().split()[1])
+  except OSError:  # not Linux
+    return 0
+  return pages * resource.getpagesize()

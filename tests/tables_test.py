@@ -54,8 +54,11 @@ def entry(noun, name):
   if name == OUTSIDE:
     before = set(table)
     text = (PAGES / f"{noun}.md").read_text()
-    first = re.findall(r"```python\n(.*?)```", text, re.DOTALL)[0]
-    exec(compile(first, noun, "exec"), {"__name__": f"page_{noun}"})
+    space = {"__name__": f"page_{noun}"}
+    for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+      exec(compile(block, noun, "exec"), space)
+      if set(table) - before:
+        break
     (name,) = set(table) - before
   return name, table.find(name)
 

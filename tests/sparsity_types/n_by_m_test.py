@@ -28,6 +28,7 @@ def strided_reference(scores, n, m, stride, axis):
 
 
 @pytest.mark.quick
+@hypothesis.settings(max_examples=25)  # each shape is compiled
 @hypothesis.given(
   st.integers(1, 4),
   st.integers(1, 4),

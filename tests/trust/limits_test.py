@@ -169,9 +169,9 @@ def test_a_pipe_is_not_waited_for(tmp_path):
   import os
 
   os.mkfifo(tmp_path / "pipe")
-  with pytest.raises(files.FileFormatError, match="not a regular file"):
+  with pytest.raises(files.FileFormatError, match="neither a regular file"):
     files.load(tmp_path / "pipe")
-  with pytest.raises(files.FileFormatError, match="not a regular file"):
+  with pytest.raises(files.FileFormatError, match="without a checkpoint"):
     files.load(tmp_path)
 
 

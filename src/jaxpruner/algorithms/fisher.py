@@ -70,7 +70,9 @@ class FisherPruning(base_updater.BaseUpdater):
 
     sizes = map(size, view.of(grads, "grads"), second_moments(view, inner))
     # The root of the score: the same ranking, and squares do not underflow.
-    return pruners.saliency_scores(params, view.put(None, sizes))
+    return pruners.saliency_scores(
+      params, view.put(None, sizes), type(self).__name__
+    )
 
 
 @dataclasses.dataclass(eq=False)

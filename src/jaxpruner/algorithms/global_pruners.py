@@ -104,7 +104,7 @@ class GlobalSaliencyPruning(GlobalPruning):
 
   def calculate_scores(self, params, sparse_state=None, grads=None):
     del sparse_state
-    return pruners.saliency_scores(params, grads)
+    return pruners.saliency_scores(params, grads, type(self).__name__)
 
 
 @dataclasses.dataclass(eq=False)

@@ -27,18 +27,21 @@ def magnitude_scores(params: PyTree) -> PyTree:
   return jax.tree.map(jnp.abs, params)
 
 
-def saliency_scores(params: PyTree, grads: PyTree) -> PyTree:
+def saliency_scores(params: PyTree, grads: PyTree, caller: str) -> PyTree:
   """Return the scores |w · ∂L/∂w|, in float32: half-precision products vanish.
 
   Args:
     params: the parameters.
     grads: their gradients, None for leaves that have none.
+    caller: the name of the algorithm, for the message.
 
   Returns:
     A tree like `params`; leaves without a gradient stay as they are.
   """
   if grads is None:
-    raise ValueError("grads=None; saliency is |w · grad|, pass grads")
+    raise ValueError(
+      f"{caller}: grads=None; saliency is |w · grad|, pass grads"
+    )
 
   def score(_, weight, grad):
     if grad is None or not sparsity_distributions.is_floating(weight):
@@ -105,7 +108,7 @@ class SaliencyPruning(base_updater.BaseUpdater):
 
   def calculate_scores(self, params, sparse_state=None, grads=None):
     del sparse_state
-    return saliency_scores(params, grads)
+    return saliency_scores(params, grads, type(self).__name__)
 
 
 @dataclasses.dataclass(eq=False)

@@ -89,9 +89,14 @@ class _Seed:
     self._spread, self._temperature = spread, temperature
     self._tx = updater.wrap_optax(task.optimizer())
 
-  def start(self, key: jax.Array, data: PyTree, batch: PyTree = None) -> Carry:
+  def init(self, key: jax.Array) -> PyTree:
+    """Return the weights before anything is pruned."""
+    return self._task.init(jax.random.fold_in(key, 0))
+
+  def start(
+    self, params: PyTree, key: jax.Array, data: PyTree, batch: PyTree = None
+  ) -> Carry:
     """Return the carry before the first step."""
-    params = self._task.init(jax.random.fold_in(key, 0))
     state = self._task.init_state(jax.random.fold_in(key, 0))
     opt_state = self._first_tx(params, state, data, key, batch).init(params)
     params = self._updater.post_gradient_update(params, opt_state)
@@ -277,11 +282,21 @@ def _over_seeds(task: Task, seed: _Seed, data, batch) -> Training:
     axes = None
   else:
     over = lambda one, axes: jax.vmap(one, in_axes=axes[0], out_axes=axes[1])
-    axes = _seed_axes(seed.start, seed.train, data, batch)
+    whole = lambda key, data, batch: seed.start(
+      seed.init(key), key, data, batch
+    )
+    axes = _seed_axes(whole, seed.train, data, batch)
 
-  def start_all(keys, data, batches=None):
-    one = lambda key, batch: seed.start(key, data, batch)
-    return over(one, ((0, 0), axes))(keys, batches)
+  # What XLA does: it fuses the draw of the weights with their first use, and
+  # rounds as that fusion does. What we do: a program of its own. What it saves:
+  # all algorithms start from the same weights, to the last bit. When it can go:
+  # when fusions round as single operations do.
+  init_all = _once(lambda keys: over(seed.init, ((0,), 0))(keys))
+
+  @_once
+  def start_all(params, keys, data, batches):
+    one = lambda params, key, batch: seed.start(params, key, data, batch)
+    return over(one, ((0, 0, 0), axes))(params, keys, batches)
 
   def train_all(carry, keys, data, first, count, length, block=None):
     one = lambda carry, key, block: seed.train(
@@ -290,7 +305,9 @@ def _over_seeds(task: Task, seed: _Seed, data, batch) -> Training:
     return over(one, ((axes, 0, 0), (axes, 0, 0)))(carry, keys, block)
 
   return Training(
-    _once(start_all),
+    lambda keys, data, batches=None: start_all(
+      init_all(keys), keys, data, batches
+    ),
     jax.jit(train_all, static_argnums=5, donate_argnums=0),
     _once(lambda carry: over(seed.snapshot, ((axes,), (axes, 0)))(carry)),
     jax.jit(lambda carry: over(seed.final, ((axes,), 0))(carry)),
