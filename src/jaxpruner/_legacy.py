@@ -1,9 +1,10 @@
 """Names of the paper's library that have another form here.
 
-Nothing in the library uses this file; code written for the paper's library
-does. Each name works and warns with the new way; `docs/migrating.md` lists
-them, and those that do not work. What a function stands for is imported when
-it is called, so every layer may offer its old names.
+The library itself uses none of the old names and arguments; code written for
+the paper's library does. Each name works and warns with the new way;
+`docs/migrating.md` lists them, and those that do not work. What a function
+stands for is imported when it is called, so every layer may offer its old
+names.
 """
 
 import functools

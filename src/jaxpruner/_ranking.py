@@ -115,7 +115,9 @@ def select_globally(
   together = engine.select(units, ones, together=True)
   places = np.argsort([*alone, *ranked])
   masks = [[*found.masks, *together.masks][i] for i in places]
-  finite = together.finite
+  # All ranked leaves or none: with the old mask of one leaf and the new masks
+  # of the others, the total would not be what was asked for.
+  finite = jnp.full_like(together.finite, jnp.all(together.finite))
   if alone:
     finite = jnp.concatenate([found.finite, finite])[places]
   warn_if_emptied(view, masks)

@@ -460,7 +460,7 @@ def find_state(opt_state: PyTree) -> SparseState:
     raise ValueError(
       f"opt_state holds {len(found)} sparse states, one is needed; pass the "
       "state made by pruner.wrap_optax(tx).init(params), or the SparseState "
-      "itself"
+      "itself (kept storage has a state of its own: kept.find_kept_state)"
     )
   return found[0]
 

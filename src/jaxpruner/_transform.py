@@ -80,8 +80,10 @@ def wrap(
 def _hide(updater, updates, state, params, moved) -> tuple[Any, SparseState]:
   """Return the updates from the present to the next masked params.
 
-  The state takes the dense weights `moved`. In float32 a difference of half
-  precision numbers is exact, and so is that of a weight and its next value.
+  The state takes the dense weights `moved`. The difference is taken in float32
+  and is exact if a weight changes by less than a factor of two, is masked or
+  returns. Else params may show the next weight rounded in its last bit, which
+  counts as a change from outside: the next step starts from the rounded weight.
   """
   seen = _leaves.align(params, updater.forward(moved, state))
   olds = _leaves.align(params, state.hidden)

@@ -389,6 +389,8 @@ def register_schedule(name: str) -> Callable[[Kind], Kind]:
     ... class TwoSteps(jaxpruner.sparsity_schedules.BaseSchedule):
     ...   first: int = 10
     ...   second: int = 20
+    ...   def is_mask_update_iter(self, step):
+    ...     return (step == self.first) | (step == self.second)
     >>> jaxpruner.create_updater_from_config(
     ...   {"algorithm": "magnitude", "sparsity": 0.5, "schedule": "two_steps",
     ...    "second": 30}).scheduler

@@ -435,3 +435,25 @@ def test_instant_sparsify_selects_in_one_compiled_function(name):
     pruner.instant_sparsify(
       {**params, "a": params["a"].at[0, 0].set(jnp.nan)}, grads
     )
+
+
+def test_a_global_ranking_is_updated_whole_or_not_at_all():
+  params = {
+    "a": jnp.asarray(np.random.default_rng(0).normal(size=(8, 8)), jnp.float32),
+    "b": jnp.asarray(np.random.default_rng(1).normal(size=(8, 8)), jnp.float32),
+  }
+  pruner = jaxpruner.create_updater_from_config(
+    {
+      "algorithm": "global_magnitude",
+      "sparsity": 0.75,
+      "update_start_step": 0,
+      "schedule": "one_shot",
+    }
+  )
+  state = pruner.init_state(params)
+  bad = params | {"a": params["a"].at[0, 0].set(jnp.nan)}
+  after = jax.jit(pruner.update_state)(state, bad, params)
+  jax.tree.map(np.testing.assert_array_equal, after.masks, state.masks)
+  assert after.skipped.tolist() == [1, 1]
+  after = jax.jit(pruner.update_state)(state, params, params)
+  assert sum(int(m.sum()) for m in after.masks.values()) == 32

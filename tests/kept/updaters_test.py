@@ -327,3 +327,84 @@ def test_what_has_no_kept_form_is_refused():
     state = factored.init(dense_params())
   with pytest.raises(ValueError, match="no entry per weight"):
     both.kept.from_masked(dense_params(), state)
+
+
+def test_a_gradual_run_goes_on_as_set():
+  params = dense_params()
+  gradual = jaxpruner.create_updater_from_config(
+    {
+      "algorithm": "magnitude",
+      "sparsity": 0.8,
+      "update_start_step": 0,
+      "schedule": "one_shot",
+    }
+  )
+  state = gradual.wrap_optax(adam()).init(params)
+  params = gradual.post_gradient_update(params, state)
+  pruner = jaxpruner.create_updater_from_config(config("set", storage="kept"))
+  weights, state = pruner.from_masked(params, state)
+  values, _ = kept.split(weights)
+  tx = pruner.wrap_optax(adam())
+  grads = jax.tree.map(jnp.ones_like, values)
+  for _ in range(7):  # masks change at the second and the seventh step
+    _, state = jax.jit(tx.update)(grads, state, values)
+  assert int(state.count) == 7
+  assert jax.tree.structure(state) == jax.tree.structure(tx.init(weights))
+
+
+def test_the_state_is_found_inside_a_chain():
+  pruner = jaxpruner.create_updater_from_config(config("set", storage="kept"))
+  weights = pruner.create(jax.random.key(0), lambda _: dense_params())
+  tx = optax.chain(optax.clip(1.0), pruner.wrap_optax(optax.sgd(0.1)))
+  state = tx.init(weights)
+  values, _ = kept.split(weights)
+  seen = kept.todense(pruner.pre_forward_update(values, state))[0]
+  want = kept.todense(weights)[0]
+  jax.tree.map(np.testing.assert_array_equal, seen, want)
+  assert kept.training_bytes(values, state).ratio < 1
+  with pytest.raises(ValueError, match="holds 0 states of kept storage"):
+    pruner.pre_forward_update(values, optax.sgd(0.1).init(values))
+  with pytest.raises(ValueError, match="find_kept_state"):
+    jaxpruner.find_state(state)
+
+
+@pytest.mark.parametrize(
+  "option",
+  [
+    {"master_dtype": "float32"},
+    {"track_exploration": True},
+    {"use_packed_masks": True},
+    {"continue_sparse": True},
+  ],
+  ids=lambda option: next(iter(option)),
+)
+def test_options_of_masks_are_refused(option):
+  with pytest.raises(ValueError, match=next(iter(option))):
+    jaxpruner.create_updater_from_config(
+      config("set", storage="kept", **option)
+    )
+
+
+def test_layers_of_a_stack_are_refused_by_path():
+  pruner = jaxpruner.create_updater_from_config(
+    config("set", storage="kept", stacked_axis=0)
+  )
+  init = lambda _: {"blocks": {"kernel": jnp.ones((3, 8, 8))}}
+  with pytest.raises(ValueError, match=r"blocks/kernel\[0\].*stacked_axis"):
+    pruner.create(jax.random.key(0), init)
+
+
+def test_a_jitted_loss_is_refused_with_the_cure():
+  pruner = jaxpruner.create_updater_from_config(config("rigl", storage="kept"))
+  weights = pruner.create(jax.random.key(0), lambda _: dense_params())
+  state = pruner.wrap_optax(adam()).init(weights)
+  values, _ = kept.split(weights)
+  apply = kept.lift(model)
+
+  @jax.jit
+  def loss(values, state, x):
+    return jnp.sum(apply(pruner.pre_forward_update(values, state), x))
+
+  x = jnp.ones((4, 16))
+  with pytest.raises(ValueError, match="without jit"):
+    pruner.value_and_grad(loss)(values, state, x)

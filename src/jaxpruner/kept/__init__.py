@@ -11,6 +11,7 @@ _MODULES = {
   "Layout": "layouts",
   "TrainingBytes": "report",
   "create": "tensors",
+  "find_kept_state": "updaters",
   "from_dense": "tensors",
   "join": "tensors",
   "lift": "lifting",

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from jaxpruner import _leaves
-from jaxpruner.kept.updaters import KeptState
+from jaxpruner.kept.updaters import KeptState, find_kept_state
 from jaxpruner.program.owners import Owners
 
 
@@ -119,6 +119,7 @@ def training_bytes(params: Any, opt_state: KeptState) -> TrainingBytes:
   """
 
   rows, treedef = _leaves.flatten_with_names(params)
+  opt_state = find_kept_state(opt_state)
   places = treedef.flatten_up_to(opt_state.layouts)
   owners = Owners(params)
   moments = [0] * len(rows)

@@ -55,7 +55,47 @@ class KeptState(NamedTuple):
   skipped: Any = None
 
 
+# Fields of `BaseUpdater` that mean something for masks only.
+_MASKED_ONLY = (
+  "continue_sparse",
+  "master_dtype",
+  "topk_fn",
+  "track_exploration",
+  "use_packed_masks",
+)
+
 Growth = dict[str, list[tuple[Array, Array]]]
+
+
+def find_kept_state(opt_state: PyTree) -> KeptState:
+  """Return the one `KeptState` inside an optimizer state.
+
+  Args:
+    opt_state: the state of an Optax optimizer, or a `KeptState`.
+
+  Returns:
+    The `KeptState`.
+
+  Example:
+    >>> import jax.numpy as jnp, jaxpruner, optax
+    >>> from jaxpruner import kept
+    >>> pruner = kept.KeptUpdater(jaxpruner.StaticRandomSparse())
+    >>> tx = optax.chain(optax.clip(1.0), pruner.wrap_optax(optax.sgd(0.1)))
+    >>> opt_state = tx.init({"w": kept.from_dense(jnp.eye(4))})
+    >>> kept.find_kept_state(opt_state).layouts["w"].count
+    4
+  """
+  is_state = lambda node: isinstance(node, KeptState)
+  found = [
+    s for s in jax.tree.leaves(opt_state, is_leaf=is_state) if is_state(s)
+  ]
+  if len(found) != 1:
+    raise ValueError(
+      f"opt_state holds {len(found)} states of kept storage, one is needed; "
+      "pass the state made by pruner.wrap_optax(tx).init(weights) of a "
+      "KeptUpdater"
+    )
+  return found[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,6 +174,7 @@ class KeptUpdater:
     """
     shapes = jax.eval_shape(init_fn, key, *inputs)
     view = self.updater.view(shapes)
+    _refuse_stacks(view)
     leaves, treedef = jax.tree.flatten(shapes)
     folds = folding.find(apply_fn, shapes, inputs)
     own = [i for i in range(len(leaves)) if i not in view.places]
@@ -244,7 +285,7 @@ class KeptUpdater:
 
     inner = jax.tree_util.tree_map_with_path(carry, opt_state.inner_state)
     state = self._start(weights)
-    key = opt_state.key if opt_state.key is not None else state.key
+    key = state.key if _leaves.is_absent(opt_state.key) else opt_state.key
     return weights, state._replace(
       inner_state=inner, count=opt_state.count, key=key
     )
@@ -308,7 +349,7 @@ class KeptUpdater:
 
     return optax.GradientTransformationExtraArgs(init, update)
 
-  def pre_forward_update(self, params: PyTree, opt_state: KeptState) -> PyTree:
+  def pre_forward_update(self, params: PyTree, opt_state: PyTree) -> PyTree:
     """Return the parameters for the forward pass, with `KeptTensor` leaves.
 
     Args:
@@ -318,7 +359,7 @@ class KeptUpdater:
     Returns:
       The tree that a lifted model takes.
     """
-    return tensors.join(params, opt_state.layouts)
+    return tensors.join(params, find_kept_state(opt_state).layouts)
 
   def post_gradient_update(self, params: PyTree, opt_state: PyTree) -> PyTree:
     """Return the parameters as they are: nothing else is stored.
@@ -368,6 +409,12 @@ class KeptUpdater:
       (loss, (aux, inputs)), (grads, dys) = differentiate(
         params, seen.make_zeros()
       )
+      if inputs.keys() != seen.inputs.keys():
+        raise ValueError(
+          "value_and_grad: the loss was not traced anew, so the inputs of its "
+          f"kept layers {sorted(seen.inputs)} were not seen; pass the loss "
+          "without jit, and jit the whole step"
+        )
       growth = {
         name: [
           _pair(x, side, dy)
@@ -566,6 +613,16 @@ def _check_kind(name: str, kind: Any) -> None:
     )
 
 
+def _refuse_stacks(view: Any) -> None:
+  for names, cut in zip(view.names, view.cuts, strict=True):
+    if cut is not None:
+      raise ValueError(
+        f"params leaf {_leaves.join(names)!r} is a layer of a stack, which has "
+        'no kept form; set stacked_axis="none" to keep one mask for the whole '
+        "leaf, or use masked storage"
+      )
+
+
 def _check_updater(updater: Any) -> None:
   """Raise if an updater cannot run at kept size."""
   name = type(updater).__name__
@@ -585,6 +642,19 @@ def _check_updater(updater: Any) -> None:
     raise ValueError(
       f"KeptUpdater: {name} with is_sparse_gradients=False reads gradients of "
       "weights that are not stored; set it to True"
+    )
+  for field in dataclasses.fields(base_updater.BaseUpdater):
+    value = getattr(updater, field.name)
+    if field.name in _MASKED_ONLY and value != field.default:
+      raise ValueError(
+        f"KeptUpdater: {field.name}={value!r} has no effect at kept size; "
+        "leave it out, or use masked storage"
+      )
+  own = type(updater).get_initial_masks
+  if own is not algorithms.StaticRandomSparse.get_initial_masks:
+    raise ValueError(
+      f"KeptUpdater: {name} has get_initial_masks of its own, but positions "
+      "are drawn at random; use masked storage"
     )
   if isinstance(updater, algorithms.Rewiring):
     _check_rewiring(updater)
