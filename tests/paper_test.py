@@ -403,3 +403,9 @@ def test_get_topk_fn_is_the_types_own_selection():
   np.testing.assert_array_equal(
     pruner.instant_sparsify(X)[1], plain.instant_sparsify(X)[1]
   )
+
+
+def test_an_unknown_argument_of_instant_sparsify_is_refused_by_name():
+  pruner = jaxpruner.MagnitudePruning(sparsity_distribution_fn=HALF)
+  with pytest.raises(TypeError, match="takes no norm;"):
+    pruner.instant_sparsify(X, norm=1.0)

@@ -452,15 +452,34 @@ def find_state(opt_state: PyTree) -> SparseState:
     >>> jaxpruner.find_state(opt_state).masks.tolist()
     [[1, 1], [1, 1]]
   """
-  is_state = lambda node: isinstance(node, SparseState)
+  return find_only(
+    opt_state,
+    SparseState,
+    "sparse states",
+    "state made by pruner.wrap_optax(tx).init(params), or the SparseState "
+    "itself (kept storage has a state of its own: kept.find_kept_state)",
+  )
+
+
+def find_only(opt_state: PyTree, kind: type, called: str, cure: str) -> Any:
+  """Return the only state of a kind inside an optimizer state.
+
+  Args:
+    opt_state: the state of an Optax optimizer.
+    kind: the class of the state.
+    called: the states in words, for the message.
+    cure: what to pass, for the message.
+
+  Returns:
+    The state.
+  """
+  is_state = lambda node: isinstance(node, kind)
   found = [
     s for s in jax.tree.leaves(opt_state, is_leaf=is_state) if is_state(s)
   ]
   if len(found) != 1:
     raise ValueError(
-      f"opt_state holds {len(found)} sparse states, one is needed; pass the "
-      "state made by pruner.wrap_optax(tx).init(params), or the SparseState "
-      "itself (kept storage has a state of its own: kept.find_kept_state)"
+      f"opt_state holds {len(found)} {called}, one is needed; pass the {cure}"
     )
   return found[0]
 

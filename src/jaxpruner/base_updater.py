@@ -627,7 +627,13 @@ class BaseUpdater:
         "grads="
       )
     view = self.view(params)
-    extra = _transform.accepted(self.calculate_scores, extra)
+    taken = _transform.accepted(self.calculate_scores, extra)
+    if len(taken) < len(extra):
+      raise TypeError(
+        f"instant_sparsify: {name}.calculate_scores takes no "
+        f"{', '.join(sorted(extra.keys() - taken.keys()))}; leave it out, or "
+        "name it in the signature"
+      )
     masks = None if extra else _view.select_at_once(self, view, grads)
     if masks is None:
       scores = self._calculate(params, grads=grads, **extra)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import jaxpruner
+from jaxpruner.inspect import summary
 
 shapes = st.lists(st.integers(0, 6), max_size=3).map(tuple)
 dtypes = st.sampled_from(
@@ -185,3 +186,12 @@ def test_packed_masks_inside_jit_are_right_or_nan():
   assert np.isnan(found["kernel"]) and np.isnan(found["_total_sparsity"])
   known = jax.jit(lambda m, p: jaxpruner.summarize_sparsity(m, params=p))
   assert float(known(masks, params)["_total_sparsity"]) == 0.75
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_nan_under_a_mask_is_counted_without_numpys_complaints(dtype):
+  weights = jnp.array([jnp.nan, 0.0, 1.0], dtype)
+  mask = np.array([0, 0, 1], np.uint8)
+  with pytest.warns(UserWarning, match="remove 1 weights") as seen:
+    summary.warn_if_contradicted({"w": weights}, {"w": mask}, "save")
+  assert len(seen) == 1

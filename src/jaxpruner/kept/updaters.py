@@ -85,17 +85,12 @@ def find_kept_state(opt_state: PyTree) -> KeptState:
     >>> kept.find_kept_state(opt_state).layouts["w"].count
     4
   """
-  is_state = lambda node: isinstance(node, KeptState)
-  found = [
-    s for s in jax.tree.leaves(opt_state, is_leaf=is_state) if is_state(s)
-  ]
-  if len(found) != 1:
-    raise ValueError(
-      f"opt_state holds {len(found)} states of kept storage, one is needed; "
-      "pass the state made by pruner.wrap_optax(tx).init(weights) of a "
-      "KeptUpdater"
-    )
-  return found[0]
+  return _state.find_only(
+    opt_state,
+    KeptState,
+    "states of kept storage",
+    "state made by pruner.wrap_optax(tx).init(weights) of a KeptUpdater",
+  )
 
 
 @dataclasses.dataclass(frozen=True)
