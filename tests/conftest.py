@@ -45,7 +45,8 @@ def tables_are_restored():
 _MOST_MEMORY = 2.5 * 2**30  # of a worker, in bytes
 
 
-@pytest.fixture(autouse=True)
+# Between modules: within one, tests share compiled steps and count traces.
+@pytest.fixture(autouse=True, scope="module")
 def memory_is_bounded():
   """Drop compiled programs when they take much memory: 8 GiB must do."""
   yield

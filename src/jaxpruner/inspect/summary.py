@@ -205,9 +205,8 @@ def warn_if_contradicted(params: PyTree, masks: PyTree, caller: str) -> None:
     if mask is None or traced or np.shape(mask) != np.shape(leaf):
       continue
     pairs = zip(_blocks(leaf), _blocks(mask), strict=True)
-    count = sum(
-      int(np.count_nonzero(w.astype(bool) & (m == 0))) for w, m in pairs
-    )
+    with np.errstate(invalid="ignore"):  # NaN is not zero
+      count = sum(int(np.count_nonzero((w != 0) & (m == 0))) for w, m in pairs)
     if count:
       found[_leaves.join(names)] = count
   if found:
