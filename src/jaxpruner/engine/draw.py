@@ -26,14 +26,16 @@ def draw(
   Returns:
     Scores in [0, 1), one array per leaf.
   """
-  words = _words(data, salt, names)
+  words = leaf_words(data, salt, names)
   return [
     _uniform(row_from([words], i)[0], leaf) for i, leaf in enumerate(leaves)
   ]
 
 
 @functools.partial(jax.jit, static_argnames="names")
-def _words(data: Array, salt: Any, names: tuple[_leaves.Names, ...]) -> Array:
+def leaf_words(
+  data: Array, salt: Any, names: tuple[_leaves.Names, ...]
+) -> Array:
   """Two random words for each leaf, a hash of path, key and salt.
 
   Not `jax.random.fold_in`, whose rounds are ten kernels to compile.
@@ -62,7 +64,19 @@ def _uniform(words: Array, like: Array) -> Array:
   Unlike those of `jax.random`, they can be computed anew in every pass over
   the scores instead of being stored.
   """
+  return _leaves.shard_like(at(words, flat_index(like.shape)), like)
+
+
+def at(words: Array, index: Array) -> Array:
+  """Return the scores of a leaf at some flat indices.
+
+  Args:
+    words: the two words of the leaf.
+    index: uint32 flat indices.
+
+  Returns:
+    Scores in [0, 1), float32, shaped as the indices.
+  """
   step = words[1] | np.uint32(1)  # odd, so that no two elements share bits
-  bits = _mix((flat_index(like.shape) * step) ^ words[0])
-  scores = (bits >> np.uint32(8)).astype(jnp.float32) * np.float32(2**-24)
-  return _leaves.shard_like(scores, like)
+  bits = _mix((index * step) ^ words[0])
+  return (bits >> np.uint32(8)).astype(jnp.float32) * np.float32(2**-24)

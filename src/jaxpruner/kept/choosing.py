@@ -191,17 +191,11 @@ def random_scores(
   data: Array, salt: Any, names: _leaves.Names, columns: int
 ) -> ScoreRows:
   """Return the numbers of `BaseUpdater.random_scores`, a few rows at a time."""
-  words = draw._words(data, salt, (names,))[0]
-  step = words[1] | np.uint32(1)
+  words = draw.leaf_words(data, salt, (names,))[0]
 
   def score(row: Array) -> Array:
     first = row.astype(jnp.uint32)[:, None] * np.uint32(columns)
-    index = first + jnp.arange(columns, dtype=jnp.uint32)
-    bits = (index * step) ^ words[0]
-    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
-      bits = (bits ^ (bits >> np.uint32(shift))) * np.uint32(factor)
-    bits = bits ^ (bits >> np.uint32(16))
-    return (bits >> np.uint32(8)).astype(jnp.float32) * np.float32(2**-24)
+    return draw.at(words, first + jnp.arange(columns, dtype=jnp.uint32))
 
   return score
 
