@@ -9,6 +9,7 @@ from collections.abc import Sequence
 COMMANDS = {
   "compare": ("jaxpruner.compare.command", "compare algorithms fairly"),
   "report": ("jaxpruner.compare.report_command", "rebuild a run's report"),
+  "fit": ("jaxpruner.compare.fit_command", "fit a law of scale to runs"),
   "data": ("jaxpruner.data_command", "list the data sets of the tasks"),
   "oneshot": (
     "jaxpruner.post_training.oneshot_command",
@@ -39,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
   Example:
     >>> sorted(COMMANDS)[:3]
-    ['compare', 'data', 'generate']
+    ['compare', 'data', 'fit']
     >>> main(["data", "--help"])  # doctest: +ELLIPSIS
     Traceback (most recent call last):
     SystemExit: 0
