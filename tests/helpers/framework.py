@@ -124,7 +124,7 @@ def assert_straight_through(
   grad,
   found,
   steps=STEPS,
-  stacked=lambda path: None,
+  stacked=lambda _: None,
   rtol=1e-5,
   atol=1e-6,
 ):
