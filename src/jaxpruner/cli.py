@@ -2,6 +2,8 @@
 
 import argparse
 import importlib
+import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -57,7 +59,15 @@ def main(argv: Sequence[str] | None = None) -> int:
       implementation.add_arguments(sub)
       sub.set_defaults(run=implementation.run)
   args = parser.parse_args(argv)
-  return args.run(args)
+  try:
+    code = args.run(args)
+    sys.stdout.flush()
+  except BrokenPipeError:
+    # The reader, such as `head`, has seen enough. What is still buffered goes
+    # nowhere, so that Python's own flush at exit does not raise again.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 128 + signal.SIGPIPE
+  return code
 
 
 if __name__ == "__main__":
