@@ -73,6 +73,7 @@ OUTSIDE = (
   "compare",
   "data_command",
   "integrations",
+  "scaling",
   "tickets",
 )
 
