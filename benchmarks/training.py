@@ -73,6 +73,30 @@ def transformer_shapes(width):
   return {f"block{i}": block for i in range(BLOCKS)}
 
 
+def without_projections(params, x):
+  """The rest of `transformer`: what no sparse weight makes faster."""
+  scales = iter(jax.tree.leaves(params))
+
+  def norm(x):
+    x = x - x.mean(-1, keepdims=True)
+    return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6)
+
+  for _ in range(BLOCKS):
+    h = norm(x)
+    q, k, v = ((h * next(scales)).reshape(len(x), 12, -1) for _ in "qkv")
+    weights = jnp.einsum("qhd,khd->hqk", q, k) * q.shape[-1] ** -0.5
+    mixed = jnp.einsum("hqk,khd->qhd", jax.nn.softmax(weights), v)
+    x = x + mixed.reshape(x.shape)
+    h = jax.nn.gelu(jnp.tile(norm(x), (1, 4)))
+    x = x + h.reshape(len(x), 4, -1).sum(1)
+  return x
+
+
+def scale_shapes(width):
+  shape = jax.ShapeDtypeStruct((width,), jnp.float32)
+  return {f"block{i}": dict.fromkeys("qkv", shape) for i in range(BLOCKS)}
+
+
 def pruner_at(sparsity, algorithm="static_sparse"):
   config = {
     "algorithm": algorithm, "sparsity": sparsity, "rng_seed": 0,
@@ -231,6 +255,10 @@ def compare(name, repeats):
     torch = torch_step(0.95)
     if torch is not None:
       steps["torch csr", 0.95] = torch
+  else:
+    steps["no projections", 1.0] = dense_step(
+      without_projections, scale_shapes(width), data(batch, width)
+    )
   runs = list(steps.values())
   for run in runs:
     jax.block_until_ready(run())
@@ -374,7 +402,10 @@ def speed_section(rows):
   ]
   return (
     "## A training step\n\n`bytes` is weights, gradients, Adam moments and "
-    "indices over those of dense training.\n\n" + page.table(head, lines)
+    "indices over those of dense training. `no projections` is "
+    "the transformer without its\nweights: attention's own products, softmax, "
+    "norms and GELU, which stay dense. It bounds\nwhat sparse weights can "
+    "reach.\n\n" + page.table(head, lines)
   )
 
 
@@ -386,10 +417,10 @@ def update_section(rows):
     for r in rows
   ]  # fmt: skip
   return (
-    "## A mask update\n\nA step of the MLP that rewires all layers, and how "
-    "many plain steps it takes;\n`lists alone` writes the positions of all layers "
-    "anew. A RigL update computes the dense\ngradient once, and a sample of "
-    "it.\n\n" + page.table(head, lines)
+    "## A mask update\n\nA step of the MLP that rewires all layers, and "
+    "how many plain steps it takes;\n`lists alone` writes the positions of "
+    "all layers anew. A RigL update computes the dense\ngradient once, and "
+    "a sample of it.\n\n" + page.table(head, lines)
   )
 
 

@@ -54,7 +54,7 @@ ROOMS = {
   "kept": [
     "bitmaps", "layouts", "_kernel", "products", "capture", "choosing",
     "growth", "_rewire_kernel", "rewiring", "folding", "tensors", "lifting",
-    "updaters", "files", "report", "__init__",
+    "checking", "updaters", "files", "report", "__init__",
   ],
   "program": [
     "primitives", "jaxprs", "tracing", "running", "errors", "owners",

@@ -15,12 +15,10 @@ from jaxpruner import (
   _moments,
   _state,
   _transform,
-  algorithms,
   base_updater,
-  sparsity_types,
 )
 from jaxpruner.algorithms import criteria
-from jaxpruner.kept import capture, folding, rewiring, tensors
+from jaxpruner.kept import capture, checking, folding, rewiring, tensors
 from jaxpruner.kept import growth as growing
 from jaxpruner.kept.layouts import Layout
 from jaxpruner.program.owners import Owners, per_weight
@@ -55,15 +53,6 @@ class KeptState(NamedTuple):
   key: Any = None
   skipped: Any = None
 
-
-# Fields of `BaseUpdater` that mean something for masks only.
-_MASKED_ONLY = (
-  "continue_sparse",
-  "master_dtype",
-  "topk_fn",
-  "track_exploration",
-  "use_packed_masks",
-)
 
 Growth = dict[str, list[tuple[Array, Array]]]
 
@@ -131,12 +120,12 @@ class KeptUpdater:
   updater: base_updater.BaseUpdater
 
   def __post_init__(self):
-    _check_updater(self.updater)
+    checking.check_updater(self.updater)
 
   @property
   def grows_by_gradient(self) -> bool:
     """Whether mask updates need `growth` (RigL)."""
-    return _rewires(self.updater) and isinstance(
+    return checking.rewires(self.updater) and isinstance(
       getattr(self.updater, "grow", None), criteria.Gradient
     )
 
@@ -170,7 +159,7 @@ class KeptUpdater:
     """
     shapes = jax.eval_shape(init_fn, key, *inputs)
     view = self.updater.view(shapes)
-    _refuse_stacks(view)
+    checking.refuse_stacks(view)
     leaves, treedef = jax.tree.flatten(shapes)
     folds = folding.find(apply_fn, shapes, inputs)
     own = [i for i in range(len(leaves)) if i not in view.places]
@@ -185,7 +174,7 @@ class KeptUpdater:
       view.places, view.names, view.kinds, view.targets, strict=True
     ):
       name = _leaves.join(names)
-      _check_kind(name, kind)
+      checking.check_kind(name, kind)
       out[i] = tensors.create(
         key,
         leaves[i].shape,
@@ -322,7 +311,7 @@ class KeptUpdater:
       _check_growth(self, state, growth)
       step = lambda old: inner.update(updates, old, params, **extra)
       count = optax.safe_increment(state.count)
-      if not _rewires(self.updater):
+      if not checking.rewires(self.updater):
         updates, inner_state = step(state.inner_state)
         return updates, state._replace(inner_state=inner_state, count=count)
       due = self.updater.scheduler.is_mask_update_iter(state.count)
@@ -576,10 +565,6 @@ def _unpacked(params: PyTree, masks: PyTree) -> PyTree:
   return _leaves.map_masks(unpack, params, masks)
 
 
-def _rewires(updater: Any) -> bool:
-  return isinstance(updater, algorithms.Rewiring)
-
-
 def _check_growth(self: KeptUpdater, state: KeptState, growth: Any) -> None:
   if not self.grows_by_gradient:
     return
@@ -592,84 +577,3 @@ def _check_growth(self: KeptUpdater, state: KeptState, growth: Any) -> None:
         "(params, opt_state, …) and tx.update(grads, opt_state, params, "
         "growth=growth), with a loss that uses the weight through kept.lift"
       )
-
-
-def _check_kind(name: str, kind: Any) -> None:
-  if type(kind) is not sparsity_types.Unstructured:
-    raise ValueError(
-      f"params leaf {name!r}: {kind!r} has no kept form; use Unstructured, or "
-      "masked storage"
-    )
-
-
-def _refuse_stacks(view: Any) -> None:
-  for names, cut in zip(view.names, view.cuts, strict=True):
-    if cut is not None:
-      raise ValueError(
-        f"params leaf {_leaves.join(names)!r} is a layer of a stack, which has "
-        'no kept form; set stacked_axis="none" to keep one mask for the whole '
-        "leaf, or use masked storage"
-      )
-
-
-def _check_updater(updater: Any) -> None:
-  """Raise if an updater cannot run at kept size."""
-  name = type(updater).__name__
-  if not isinstance(updater, base_updater.BaseUpdater):
-    raise ValueError(
-      f"KeptUpdater: updater={updater!r} must be an updater, such as "
-      "jaxpruner.RigL(…)"
-    )
-  _check_kind("every", updater.sparsity_type)
-  if not isinstance(updater, algorithms.StaticRandomSparse):
-    raise ValueError(
-      f"KeptUpdater: {name} has no kept form: its number of weights is not "
-      "constant, or it needs the weights that are removed; use static_sparse, "
-      "set or rigl, or train masked and switch with from_masked"
-    )
-  if not updater.is_sparse_gradients:
-    raise ValueError(
-      f"KeptUpdater: {name} with is_sparse_gradients=False reads gradients of "
-      "weights that are not stored; set it to True"
-    )
-  for field in dataclasses.fields(base_updater.BaseUpdater):
-    value = getattr(updater, field.name)
-    if field.name in _MASKED_ONLY and value != field.default:
-      raise ValueError(
-        f"KeptUpdater: {field.name}={value!r} has no effect at kept size; "
-        "leave it out, or use masked storage"
-      )
-  own = type(updater).get_initial_masks
-  if own is not algorithms.StaticRandomSparse.get_initial_masks:
-    raise ValueError(
-      f"KeptUpdater: {name} has get_initial_masks of its own, but positions "
-      "are drawn at random; use masked storage"
-    )
-  if isinstance(updater, algorithms.Rewiring):
-    _check_rewiring(updater)
-
-
-def _check_rewiring(updater: algorithms.Rewiring) -> None:
-  """Raise if a sparse trainer has parts without a kept form."""
-  name, base = type(updater).__name__, algorithms.Rewiring
-  plain = all(
-    getattr(type(updater), part) is getattr(base, part)
-    for part in ("update_state", "survivors", "goals", "drop_scores",
-                 "grow_scores", "see")
-  )  # fmt: skip
-  if (
-    not plain
-    or type(updater.drop) is not criteria.Magnitude
-    or type(updater.grow) not in (criteria.Random, criteria.Gradient)
-    or updater.redistribute is not None
-  ):
-    raise ValueError(
-      f"KeptUpdater: {name} with drop={updater.drop!r}, grow={updater.grow!r}, "
-      f"redistribute={updater.redistribute!r} has no kept form; drop by "
-      "Magnitude(), grow by Random() or Gradient(), without redistribution"
-    )
-  if not updater.skip_gradients:
-    raise ValueError(
-      f"KeptUpdater: {name} with skip_gradients=False trains weights in the "
-      "step in which they grow, before they have a gradient; set it to True"
-    )
