@@ -316,12 +316,7 @@ def attempt(reader, content, folder):
   return False
 
 
-# A model that is read costs a program to parse: fewer of them.
-COSTLY = {"model": 10}
-
-
 def fuzz_many(reader, folder, count, seed):
-  count //= COSTLY.get(reader, 1)
   make, damage, *_ = READERS[reader]
   rng, content = random.Random(f"{reader} {seed}"), make()
   return sum(
