@@ -38,7 +38,9 @@ def by_command(*args):
   return lambda source, out: command(args[0], source, "-o", out, *args[1:])
 
 
+MODEL = sparse.Accelerated(lambda w, x: x @ w, W, (W[:1],))
 WRITERS = {
+  "save model": lambda _source, out: MODEL.save(out),
   **{f"save {layout}": save(layout) for layout in _layouts.LAYOUTS},
   "prune": by_command("prune", "--sparsity", "0.5"),
   "pack": by_command("pack"),

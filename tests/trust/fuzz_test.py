@@ -22,13 +22,14 @@ import fuzz
 import numpy as np
 import pytest
 
-from jaxpruner import archives, datasets
+from jaxpruner import archives, datasets, sparse
 from jaxpruner.post_training.models import gguf
 from jaxpruner.sparse import (
   _choose,
   _layouts,
   _safetensors,
   _staging,
+  artifacts,
   checkpoints,
   files,
   structure,
@@ -93,10 +94,11 @@ def damage_file(rng, content):
   if kind == 1:
     return joined(fuzz.damage_tree(rng, header), data)
   about = header["__metadata__"]
-  if "jaxpruner" in about:
-    manifest = fuzz.damage_tree(rng, json.loads(about["jaxpruner"]))
-    about["jaxpruner"] = json.dumps(manifest)
-  elif "jaxpruner_names" in about:
+  for key in {"jaxpruner", artifacts.KEY} & about.keys():
+    manifest = fuzz.damage_tree(rng, json.loads(about[key]))
+    about[key] = json.dumps(manifest)
+    return resealed(header, data)
+  if "jaxpruner_names" in about:
     about["jaxpruner_names"] = json.dumps(fuzz.odd(rng))
   return resealed(header, data)
 
@@ -114,6 +116,22 @@ def read_file(path):
   again = path.with_name("again")
   files.save(again, params, masks, metadata=files.read_metadata(path))
   files.load(again)
+
+
+def make_model():
+  """A saved model: the smallest that has packed weights and two programs."""
+  pytest.importorskip("flatbuffers")
+  weights = {"w": sparse.pack(np.eye(16, dtype=np.float32))}
+  one, two = (
+    sparse.Accelerated(
+      lambda p, x: x @ p["w"], weights, (np.ones((n, 16), np.float32),)
+    )
+    for n in (1, 2)
+  )
+  with tempfile.TemporaryDirectory() as folder:
+    path = pathlib.Path(folder) / "x"
+    one.save(path, two, metadata={"n": [1, "x"]})
+    return path.read_bytes()
 
 
 def make_gguf():
@@ -253,6 +271,8 @@ READERS = {
              files.FileFormatError)
     for layout in _layouts.LAYOUTS
   },
+  "model": (make_model, damage_file, sparse.load_model,
+            files.FileFormatError),
   "gguf": (make_gguf, PLAIN, read_gguf, archives.DataError),
   "tgz": (make_tar, PLAIN, package_reader(".tgz"), archives.DataError),
   "tar": (lambda: make_tar("w"), PLAIN, package_reader(".tgz"),

@@ -21,6 +21,7 @@ VERSION = 1
 _KEY = "jaxpruner"
 _DIGEST = "jaxpruner_sha256"
 _NAMES = "jaxpruner_names"
+MODEL_KEY = "jaxpruner_model"  # of files with a program, see `artifacts`
 _BITMASK_PARTS = (".shape", ".compressed", ".bitmask", ".row_offsets")
 _CHUNK = 1 << 17  # elements decoded at once: mask and indices stay in cache
 
@@ -161,6 +162,11 @@ class SparseFile:
     return sum(e.end - e.begin for e in entries)
 
   def _describe(self) -> tuple[str, dict[str, Tensor], dict[str, Any]]:
+    if MODEL_KEY in self.reader.metadata:
+      raise st.FileFormatError(
+        f"{self.path}: a saved model, weights and program; call it with "
+        "jaxpruner.sparse.load_model"
+      )
     # Either key: a damaged one must not turn the file into a foreign one.
     if {_KEY, _DIGEST} & self.reader.metadata.keys():
       return self._describe_packed()

@@ -44,6 +44,16 @@ def batch_width(batch: int) -> int:
 batch_width_jit = jit(batch_width)
 
 
+def packed_rows(batch: int) -> int:
+  """Return the rows of a packed batch of 2 or more, on the widest processor.
+
+  A saved program brings the room for them along, and may have been made on
+  another processor.
+  """
+  width = 8 if batch <= 8 else 16 if batch <= 16 else 32
+  return -(-batch // width) * width
+
+
 @jit
 def _square(wide, source, source_row, sources, target, target_row, targets):
   if wide:

@@ -46,9 +46,8 @@ _large, _large_half = (_simd.spread(*LARGE[:2], bf16) for bf16 in (False, True))
 def scratch_size(batch: int, rows: int, cols: int) -> int:
   """Return how many floats the packed batch takes."""
   del rows
-  bw = max(SMALL_BW, _panels.batch_width(batch))
   # A block has at most 256 columns.
-  return -(-batch // bw) * (cols + 256) * bw
+  return _panels.packed_rows(max(batch, 2)) * (cols + 256)
 
 
 @jit

@@ -65,8 +65,9 @@ _dot, _dot_half = (_simd.dot(bf16, AHEAD) for bf16 in (False, True))
 def scratch_size(batch: int, rows: int, cols: int) -> int:
   """Return how many floats the packed batch takes."""
   del cols
-  bw = _panels.batch_width(batch)
-  return 1 if bw == 1 else -(-batch // bw) * -(-rows // TILE) * TILE * bw
+  if batch <= 1:
+    return 1
+  return _panels.packed_rows(batch) * -(-rows // TILE) * TILE
 
 
 @jit

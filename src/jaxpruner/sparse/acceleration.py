@@ -1,8 +1,9 @@
 """Make a pruned model fast without editing it."""
 
 import dataclasses
+import os
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -10,7 +11,7 @@ import numpy as np
 
 from jaxpruner import _leaves
 from jaxpruner.inspect.summary import warn_if_contradicted
-from jaxpruner.sparse import _choose, _rewrite, formats
+from jaxpruner.sparse import _choose, _rewrite, artifacts, formats
 from jaxpruner.sparse.formats import Sparse
 
 
@@ -120,11 +121,13 @@ class Accelerated:
   `accelerate` returns it. `fast.params` is the tree with sparse leaves, and
   `fast.apply(params, *inputs)` is the pure function of both, for use in a
   larger `jit`, in `grad` (with respect to inputs, or to `leaf.values`) or in
-  `jax.export`.
+  `jax.export` (see `register_kernels`). `fast.save(path)` writes it to a file
+  that another process runs without the code of the model.
 
   Args:
     function: `function(params, *inputs)`.
     params: its parameters, with sparse or dense leaves.
+    example_inputs: inputs, or their shapes: those that `save` saves for.
 
   Example:
     >>> import jax.numpy as jnp
@@ -135,9 +138,17 @@ class Accelerated:
     [[0.0, 0.0, 0.0, 0.0]]
   """
 
-  def __init__(self, function: Callable[..., Any], params: Any):
+  def __init__(
+    self,
+    function: Callable[..., Any],
+    params: Any,
+    example_inputs: tuple[Any, ...] | None = None,
+  ):
     self._function = function
     self.params = params
+    self._inputs = None
+    if example_inputs is not None:
+      self._inputs = jax.tree.map(artifacts.shape_of, example_inputs)
     leaves, treedef = jax.tree.flatten(params)
     arrays = [hasattr(leaf, "dtype") for leaf in leaves]
 
@@ -170,6 +181,66 @@ class Accelerated:
 
   def __call__(self, *inputs: Any) -> Any:
     return self._jitted(self._values, *inputs)
+
+  def save(
+    self,
+    path: str | os.PathLike,
+    *others: "Accelerated",
+    metadata: Mapping[str, Any] | None = None,
+  ) -> None:
+    """Write the model to one file that `load_model` runs anywhere.
+
+    The file holds the packed weights, the function as StableHLO for the shapes
+    of the example inputs, the names and versions of the compiled products it
+    calls, and a dense function for machines without them. It is written whole
+    or not at all. Needs the extra `serve` (flatbuffers).
+
+    Args:
+      path: the file, for example `model.jaxpruner`.
+      *others: the same model at other shapes, or other functions of other
+        inputs: `accelerate` chose formats for each. Arrays that they share are
+        stored once.
+      metadata: JSON values to store in the file.
+
+    Example:
+      >>> import pathlib, tempfile
+      >>> import jax.numpy as jnp
+      >>> from jaxpruner import sparse
+      >>> w = sparse.pack(2 * jnp.eye(16))
+      >>> one, two = (
+      ...   Accelerated(lambda w, x: x @ w, w, (jnp.ones((n, 16)),))
+      ...   for n in (1, 2))
+      >>> path = pathlib.Path(tempfile.mkdtemp()) / "double.jaxpruner"
+      >>> one.save(path, two)
+      >>> model = sparse.load_model(path)
+      >>> model(jnp.ones((1, 16)))[0, 0], model(jnp.ones((2, 16))).shape
+      (Array(2., dtype=float32), (2, 16))
+    """
+    parts = []
+    for model in (self, *others):
+      if model._inputs is None:
+        raise ValueError(
+          "example_inputs are not known; `accelerate` keeps them, or give "
+          "them to Accelerated(function, params, example_inputs)"
+        )
+      parts.append(
+        artifacts.Part(
+          model.apply, model._function, model.params, model._inputs
+        )
+      )
+    artifacts.write(path, parts, metadata)
+
+  def __reduce__(self) -> Any:
+    raise TypeError(
+      "an accelerated function holds code, which cannot be pickled; use "
+      "fast.save(path) and jaxpruner.sparse.load_model(path)"
+    )
+
+  def __copy__(self) -> "Accelerated":
+    return self  # nothing of it changes
+
+  def __deepcopy__(self, memo: Any) -> "Accelerated":
+    return self
 
 
 def accelerate(
@@ -237,8 +308,8 @@ def accelerate(
     leaf if mask is None else jax.numpy.where(mask, leaf, 0)
     for (_, leaf), mask in zip(named, all_masks, strict=True)
   ]
-  dense = Accelerated(apply_fn, treedef.unflatten(dense_leaves))
-  fast = Accelerated(apply_fn, treedef.unflatten(leaves))
+  dense = Accelerated(apply_fn, treedef.unflatten(dense_leaves), inputs)
+  fast = Accelerated(apply_fn, treedef.unflatten(leaves), inputs)
   if not any(isinstance(leaf, Sparse) for leaf in leaves):
     seconds = timer({"dense": lambda: dense(*inputs)})["dense"]
     rule = "no weight gains from a sparse format: dense kept"

@@ -14,8 +14,10 @@ from jax.interpreters import ad, batching, mlir
 
 from jaxpruner.sparse.formats import SparseMatrix
 
-# Modules `_<name>_kernel`; `_back` is the product with the transpose.
-KERNELS = ("sell", "sell_back", "bitmask")
+# Modules `_<name>_kernel`; `_back` is the product with the transpose. The
+# number is the version of the call: its operands, results and room for scratch.
+# A saved program states the version it calls.
+KERNELS = {"sell": 1, "sell_back": 1, "bitmask": 1}
 
 
 @functools.cache
@@ -31,7 +33,7 @@ def load(name: str) -> Any:
   if not kernel.SUPPORTED:
     return None
   capsule = jax.ffi.pycapsule(ctypes.c_void_p(kernel.handler.address))
-  jax.ffi.register_ffi_target(_target(name), capsule, platform="cpu")
+  jax.ffi.register_ffi_target(target(name), capsule, platform="cpu")
   return kernel
 
 
@@ -50,8 +52,46 @@ def _has_numba() -> bool:
   return True
 
 
-def _target(name: str) -> str:
+def target(name: str) -> str:
+  """Return the name under which XLA knows a kernel."""
   return f"jaxpruner_{name}"
+
+
+def register_kernels() -> dict[str, int]:
+  """Register the compiled products with XLA, for programs made elsewhere.
+
+  `accelerate` and `load_model` do it themselves. A program that was written
+  with `jax.export` and is called in a process of its own needs it, and so does
+  the export, which must know that these custom calls are meant to be there.
+  Sparse weights may then be arguments of the exported function.
+
+  Returns:
+    The name of each custom call that runs on this machine, and its version.
+    Empty without the extra `sparse` (Numba). A call keeps its name as long as
+    its version.
+
+  Example:
+    >>> import jax, jax.numpy as jnp
+    >>> from jax import export
+    >>> from jaxpruner import sparse
+    >>> w = sparse.pack(jnp.eye(16))
+    >>> checks = [export.DisabledSafetyCheck.custom_call(name)
+    ...           for name in sparse.register_kernels()]
+    >>> program = export.export(
+    ...   jax.jit(lambda x: x @ w), disabled_checks=checks)(jnp.ones((1, 16)))
+    >>> content = program.serialize()  # a fresh process registers, then calls
+    >>> _ = sparse.register_kernels()
+    >>> export.deserialize(content).call(jnp.ones((1, 16)))[0, :3].tolist()
+    [1.0, 1.0, 1.0]
+  """
+  from jaxpruner.sparse import _stablehlo  # which needs this module
+
+  _stablehlo.register_trees()
+  return {
+    target(name): version
+    for name, version in KERNELS.items()
+    if load(name) is not None
+  }
 
 
 def matmul(x: jax.Array, w: SparseMatrix) -> jax.Array:
@@ -79,7 +119,7 @@ def _kernel_product(
   # The second result is room for the packed batch, in XLA's own memory.
   room = load(kernel).scratch_size(batch, *w.shape)
   call = jax.ffi.ffi_call(
-    _target(kernel),
+    target(kernel),
     (
       jax.ShapeDtypeStruct((*x.shape[:-1], w.shape[not back]), jnp.float32),
       jax.ShapeDtypeStruct((room,), jnp.float32),

@@ -1,7 +1,8 @@
 """Remove unused channels, neurons and heads from the arrays."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,7 +14,7 @@ from jaxpruner import program as _program
 from jaxpruner.inspect.summary import warn_if_contradicted
 from jaxpruner.program import Node, Program, Var
 from jaxpruner.program.owners import Owners, per_weight
-from jaxpruner.sparse import _fold, _resize
+from jaxpruner.sparse import _fold, _resize, artifacts
 from jaxpruner.sparse._constants import Constants
 from jaxpruner.sparse._dims import Axis, Dim, Dims, Sum, resolve
 
@@ -90,6 +91,55 @@ class Shrunk:
   _take: Callable[[int, Any], Any] = dataclasses.field(repr=False)
   _owners: Owners = dataclasses.field(repr=False)
   _shapes: list[tuple[int, ...]] = dataclasses.field(repr=False)
+  _inputs: tuple[Any, ...] = dataclasses.field(repr=False)
+
+  def save(
+    self,
+    path: str | os.PathLike,
+    *more_inputs: tuple[Any, ...],
+    metadata: Mapping[str, Any] | None = None,
+  ) -> None:
+    """Write the smaller model to one file that `load_model` runs anywhere.
+
+    It holds the parameters and `fn` as StableHLO for the shapes of the example
+    inputs, so the code that made the model is not needed, also where
+    `same_code` is false. It is written whole or not at all. Needs the extra
+    `serve` (flatbuffers).
+
+    Args:
+      path: the file, for example `model.jaxpruner`.
+      *more_inputs: further tuples of inputs, or of their shapes.
+      metadata: JSON values to store in the file.
+
+    Example:
+      >>> import pathlib, tempfile
+      >>> from jaxpruner import sparse
+      >>> params = {"up": np.eye(3, 4), "down": np.ones((4, 2))}
+      >>> mlp = lambda p, x: jnp.tanh(x @ p["up"]) @ p["down"]
+      >>> small = shrink(mlp, params, np.ones((1, 3), np.float32))
+      >>> path = pathlib.Path(tempfile.mkdtemp()) / "small.jaxpruner"
+      >>> small.save(path, (np.ones((8, 3), np.float32),))
+      >>> sparse.load_model(path)(np.ones((8, 3), np.float32)).shape
+      (8, 2)
+    """
+    parts = [
+      artifacts.Part(self.fn, self.fn, self.params, inputs)
+      for inputs in (self._inputs, *more_inputs)
+    ]
+    artifacts.write(path, parts, metadata)
+
+  def __reduce__(self) -> Any:
+    raise TypeError(
+      "a shrunk model holds code, which cannot be pickled; use "
+      "small.save(path) and jaxpruner.sparse.load_model(path), or pickle "
+      "small.params if your own function runs them (small.same_code)"
+    )
+
+  def __copy__(self) -> "Shrunk":
+    return self  # nothing of it changes
+
+  def __deepcopy__(self, memo: Any) -> "Shrunk":
+    return self
 
   def shrink(self, tree: Any) -> Any:
     """Shrink trees that accompany the parameters: optimizer state, masks.
@@ -221,6 +271,7 @@ def shrink(
     _take=take,
     _owners=Owners(params),
     _shapes=[np.shape(x) for _, x in paths],
+    _inputs=jax.tree.map(artifacts.shape_of, example_inputs),
   )
 
 
