@@ -248,21 +248,69 @@ def compare(name, repeats):
   ]
 
 
+def masked_step(model, shapes, batch, algorithm, sparsity):
+  """A step under masks that rewires every layer."""
+  pruner = pruner_at(sparsity, algorithm).updater
+  rng = np.random.default_rng(1)
+  draw = lambda s: jnp.asarray(
+    rng.standard_normal(s.shape, np.float32) * s.shape[0] ** -0.5
+  )
+  params, tx = jax.tree.map(draw, shapes), pruner.wrap_optax(optax.adam(1e-4))
+  state = tx.init(params)
+
+  def loss(params, _, batch):
+    x, y = batch
+    square = lambda p: jnp.mean((model(p, x) - y) ** 2)
+    return jax.grad(square)(params), {}
+
+  params = pruner.post_gradient_update(params, state)
+  return stepper(tx, loss, params, state, batch)
+
+
+def rebuild(sparsity):
+  """Return a function that drops, and writes all lists anew; nothing grows."""
+  from jaxpruner.kept import growth, rewiring
+
+  weights = [
+    kept.create(jax.random.key(i), (WIDTH, WIDTH), sparsity)
+    for i in range(LAYERS)
+  ]
+  words = growth.Random(jnp.array([1, 2], jnp.uint32), WIDTH)
+
+  @jax.jit
+  def run(weights):
+    return [
+      rewiring.rewire(
+        w.values, w.layout, words, jnp.int32(w.layout.count), w.layout.count
+      )[:2]
+      for w in weights
+    ]
+
+  return lambda: run(weights)
+
+
 def updates(repeats):
   """Return rows: a step that rewires every layer over one that does not."""
   rows = []
   for s in (0.9, 0.98):
-    batch = data(BATCH, WIDTH)
-    plain, _ = kept_step(mlp, mlp_shapes(WIDTH), batch, pruner_at(s))
+    batch, shapes = data(BATCH, WIDTH), mlp_shapes(WIDTH)
+    runs = {"plain": kept_step(mlp, shapes, batch, pruner_at(s))[0]}
+    runs["lists alone"] = rebuild(s)
     for algorithm in ("set", "rigl"):
-      run, _ = kept_step(mlp, mlp_shapes(WIDTH), batch, pruner_at(s, algorithm))
-      for fn in (run, run, plain):  # step 0 rewires nothing
-        jax.block_until_ready(fn())
-      times = page.interleave(run, plain, repeats=repeats)
-      rows.append({
-        "algorithm": algorithm, "sparsity": s,
-        "ms": 1e3 * float(np.median(times[0])), "steps": page.ratio(*times),
-      })  # fmt: skip
+      pruner = pruner_at(s, algorithm)
+      runs[algorithm] = kept_step(mlp, shapes, batch, pruner)[0]
+    for algorithm in ("set", "rigl"):
+      runs[f"{algorithm}, masked"] = masked_step(
+        mlp, shapes, batch, algorithm, s
+      )
+    for fn in (*runs.values(), *runs.values()):  # step 0 rewires nothing
+      jax.block_until_ready(fn())
+    times = page.interleave(*runs.values(), repeats=repeats)
+    rows += [
+      {"algorithm": name, "sparsity": s, "ms": 1e3 * float(np.median(own)),
+       "steps": page.ratio(own, times[0])}
+      for name, own in zip(runs, times, strict=True)
+    ]  # fmt: skip
   return rows
 
 
@@ -338,8 +386,10 @@ def update_section(rows):
     for r in rows
   ]  # fmt: skip
   return (
-    "## A mask update\n\nA step that rewires all layers, and how many plain "
-    "steps it takes.\n\n" + page.table(head, lines)
+    "## A mask update\n\nA step of the MLP that rewires all layers, and how "
+    "many plain steps it takes;\n`lists alone` writes the positions of all layers "
+    "anew. A RigL update computes the dense\ngradient once, and a sample of "
+    "it.\n\n" + page.table(head, lines)
   )
 
 

@@ -53,8 +53,8 @@ ROOMS = {
   ],
   "kept": [
     "bitmaps", "layouts", "_kernel", "products", "capture", "choosing",
-    "folding", "tensors", "lifting", "rewiring", "updaters", "files",
-    "report", "__init__",
+    "growth", "_rewire_kernel", "rewiring", "folding", "tensors", "lifting",
+    "updaters", "files", "report", "__init__",
   ],
   "program": [
     "primitives", "jaxprs", "tracing", "running", "errors", "owners",
@@ -73,6 +73,7 @@ OUTSIDE = (
   "compare",
   "data_command",
   "integrations",
+  "scaling",
   "tickets",
 )
 

@@ -409,3 +409,34 @@ def test_an_unknown_argument_of_instant_sparsify_is_refused_by_name():
   pruner = jaxpruner.MagnitudePruning(sparsity_distribution_fn=HALF)
   with pytest.raises(TypeError, match="takes no norm;"):
     pruner.instant_sparsify(X, norm=1.0)
+
+
+def test_update_state_of_a_plain_mixin_keeps_what_it_writes():
+  class Counting:
+    """No updater: only the classes it is mixed into are."""
+
+    def update_state(self, sparse_state, params, grads, **extra):
+      state = super().update_state(sparse_state, params, grads, **extra)
+      return state._replace(stats={"seen": state.stats["seen"] + 1})
+
+    def init_extra(self, params, masks):
+      return {"seen": jnp.zeros([], jnp.int32)}
+
+  class Mixed(Counting, jaxpruner.MagnitudePruning):
+    pass
+
+  class Child(Mixed):
+    pass
+
+  for kind in (Mixed, Child):
+    tx = kind(
+      sparsity_distribution_fn=functools.partial(
+        jaxpruner.sparsity_distributions.uniform, sparsity=0.5
+      ),
+      scheduler=jaxpruner.sparsity_schedules.PeriodicSchedule(1, 0, 3),
+    ).wrap_optax(optax.sgd(0.1))
+    params = {"w": jnp.arange(16.0).reshape(4, 4)}
+    state = tx.init(params)
+    for _ in range(2):
+      _, state = tx.update(params, state, params)
+    assert int(state.stats["seen"]) == 2

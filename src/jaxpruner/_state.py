@@ -45,7 +45,7 @@ class Category:
       means "periodic" for dynamic algorithms that start sparse, and
       "polynomial" for all others.
     update_every: steps between mask updates if the configuration names none;
-      None means at least ten updates, at most one in a hundred steps.
+      None means a tenth of the steps up to the last update, at most 100.
     trained: the key in `state.stats` of the masks of the trained weights, if
       these differ from `state.masks`.
 

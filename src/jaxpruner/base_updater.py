@@ -139,8 +139,13 @@ class BaseUpdater:
     for name in ("__eq__", "__hash__"):
       if name not in cls.__dict__:
         setattr(cls, name, getattr(BaseUpdater, name))
-    if "update_state" in cls.__dict__ and "changes" not in cls.__dict__:
-      cls.changes = SparseState._fields
+    # A mixin that is no updater may define `update_state` too.
+    for kind in cls.__mro__:
+      if "changes" in kind.__dict__:
+        break
+      if "update_state" in kind.__dict__:
+        cls.changes = SparseState._fields
+        break
 
   def __post_init__(self):
     _view.check_fields(self)

@@ -2,6 +2,8 @@
 
 import argparse
 import importlib
+import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -9,6 +11,7 @@ from collections.abc import Sequence
 COMMANDS = {
   "compare": ("jaxpruner.compare.command", "compare algorithms fairly"),
   "report": ("jaxpruner.compare.report_command", "rebuild a run's report"),
+  "fit": ("jaxpruner.compare.fit_command", "fit a law of scale to runs"),
   "data": ("jaxpruner.data_command", "list the data sets of the tasks"),
   "oneshot": (
     "jaxpruner.post_training.oneshot_command",
@@ -39,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
   Example:
     >>> sorted(COMMANDS)[:3]
-    ['compare', 'data', 'generate']
+    ['compare', 'data', 'fit']
     >>> main(["data", "--help"])  # doctest: +ELLIPSIS
     Traceback (most recent call last):
     SystemExit: 0
@@ -56,7 +59,15 @@ def main(argv: Sequence[str] | None = None) -> int:
       implementation.add_arguments(sub)
       sub.set_defaults(run=implementation.run)
   args = parser.parse_args(argv)
-  return args.run(args)
+  try:
+    code = args.run(args)
+    sys.stdout.flush()
+  except BrokenPipeError:
+    # The reader, such as `head`, has seen enough. What is still buffered goes
+    # nowhere, so that Python's own flush at exit does not raise again.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 128 + signal.SIGPIPE
+  return code
 
 
 if __name__ == "__main__":

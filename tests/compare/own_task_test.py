@@ -115,6 +115,33 @@ def test_a_streamed_training_is_plain_optax_on_the_same_batches():
     )
 
 
+def averaging():
+  """The network of a script for several devices: means over two axes."""
+  functions = network()
+  mean = lambda x: jax.lax.pmean(x, ("batch", "rows"))
+  return functions | {
+    "apply": lambda params, x: mean(functions["apply"](params, x)),
+    "loss": lambda params, batch, key: mean(
+      functions["loss"](params, batch, key)
+    ),
+  }
+
+
+def test_a_mean_over_a_named_axis_is_the_value_itself():
+  averaged = train(own(**averaging(), axis_name=("batch", "rows")))
+  for name, leaf in trained().arrays.items():
+    np.testing.assert_array_equal(leaf, averaged.arrays[name])
+  mine, plain = averaged.record, trained().record
+  assert mine.metrics == plain.metrics
+  assert mine.inference_flops == plain.inference_flops
+
+
+def test_an_axis_that_nobody_named_is_an_error_with_its_cure():
+  task = own(**averaging(), axis_name="rows")
+  with pytest.raises(ValueError, match="pass axis_name='batch' to compare"):
+    fingerprint._own_task("own", task, task.load(), draw(0, 0))
+
+
 def test_blocks_of_batches_do_not_change_a_number(monkeypatch):
   whole = trained()
   size = 16 * (8 * 4 + 4) * 2
@@ -263,6 +290,7 @@ def test_the_narrower_network_has_as_many_weights_as_the_sparse_one():
     ({"init": 3}, "init=3 must be callable"),
     ({"test": []}, "test=.* must be a function"),
     ({"name": "a:b"}, "without ':'"),
+    ({"axis_name": ("batch", 3)}, "need the name of an axis"),
   ],
 )
 def test_a_wrong_argument_is_named(changes, reason):

@@ -102,20 +102,38 @@ def assert_examples_run(bridge):
   assert result.attempted and not result.failed
 
 
-def keep_largest(weights, sparsity):
-  """Return the mask of the largest magnitudes, in NumPy; law 2."""
+def keep_largest(weights, sparsity, axis=None):
+  """Return the mask of the largest magnitudes, in NumPy; law 2.
+
+  Of a stack of layers along an axis, each is ranked by itself.
+  """
+  if axis is not None:
+    layers = [keep_largest(x, sparsity) for x in np.moveaxis(weights, axis, 0)]
+    return np.stack(layers, axis)
   kept = max(1, round(weights.size * (1 - sparsity)))
-  order = np.argsort(-np.abs(np.asarray(weights)).ravel(), kind="stable")
+  order = np.argsort(-np.abs(weights).ravel(), kind="stable")
   mask = np.zeros(weights.size, bool)
   mask[order[:kept]] = True
   return mask.reshape(weights.shape)
 
 
-def assert_straight_through(pruner, inner, params, grad, found, steps=STEPS):
+def assert_straight_through(
+  pruner,
+  inner,
+  params,
+  grad,
+  found,
+  steps=STEPS,
+  stacked=lambda _: None,
+  rtol=1e-5,
+  atol=1e-6,
+):
   """Assert that a trainer did what straight-through training is.
 
-  A plain loop trains dense weights, takes the gradient at the masked ones, and
-  ranks the dense ones after every step. The pruner gives it only a schedule.
+  Two plain loops are the references. The first trains dense weights, takes the
+  gradient at the masked ones and ranks the dense ones after every step, in
+  NumPy; the pruner gives it only a schedule. The second is the paper's: the
+  wrapped optimizer, and `pre_forward_update` before every gradient.
 
   Args:
     pruner: an updater that ranks magnitudes, straight-through.
@@ -124,14 +142,35 @@ def assert_straight_through(pruner, inner, params, grad, found, steps=STEPS):
     grad: `masked params -> gradients`, compiled or not.
     found: the trainer's params and optimizer state at the end.
     steps: number of steps of the trainer.
+    stacked: `path -> axis` of the leaves that hold a stack of layers, each of
+      which is ranked by itself; None of the others.
+    rtol: relative error of the weights; masks must be equal.
+    atol: absolute error of the weights.
   """
-  treedef = jax.tree.structure(params)
-  ends = treedef.flatten_up_to(jaxpruner.find_state(found[1]).masks)
-  is_masked = [hasattr(mask, "shape") for mask in ends]
-  masks = jax.tree.map(lambda x: np.ones(x.shape, bool), params)
+  ends = _masks_of(params, found[1])
+  for loop in (_train_by_numpy, _train_with_the_hook):
+    masks, wanted = loop(pruner, inner, params, grad, ends, steps, stacked)
+    for end, mask in zip(ends, masks, strict=True):
+      if hasattr(end, "shape"):
+        np.testing.assert_array_equal(np.asarray(end) != 0, mask != 0)
+    shown = jax.tree.leaves(found[0])
+    for x, y in zip(shown, jax.tree.leaves(wanted), strict=True):
+      np.testing.assert_allclose(np.asarray(x), y, rtol=rtol, atol=atol)
+
+
+def _masks_of(params, opt_state):
+  masks = jaxpruner.find_state(opt_state).masks
+  return jax.tree.structure(params).flatten_up_to(masks)
+
+
+def _train_by_numpy(pruner, inner, params, grad, ends, steps, stacked):
+  """Return the masks and the masked weights of a loop without a pruner."""
+  named, treedef = jax.tree_util.tree_flatten_with_path(params)
+  axes = [stacked(jax.tree_util.keystr(path)) for path, _ in named]
+  masks = [np.ones(x.shape, bool) for _, x in named]
   state = inner.init(params)
-  mask_tree = lambda tree, masks: jax.tree.map(
-    lambda x, mask: jnp.where(mask, x, 0), tree, masks
+  show = lambda params: jax.tree.map(
+    lambda x, mask: jnp.where(mask, x, 0), params, treedef.unflatten(masks)
   )
 
   @jax.jit
@@ -140,21 +179,32 @@ def assert_straight_through(pruner, inner, params, grad, found, steps=STEPS):
     return optax.apply_updates(dense, updates), state
 
   for count in range(1, steps + 1):
-    params, state = apply(grad(mask_tree(params, masks)), state, params)
+    params, state = apply(grad(show(params)), state, params)
     now = float(pruner.scheduler.get_sparsity_at_step(SPARSITY, count))
     masks = [
-      keep_largest(x, now if masked else 0.0)
-      for x, masked in zip(
-        treedef.flatten_up_to(params), is_masked, strict=True
+      keep_largest(np.asarray(x), now, axis) if hasattr(end, "shape") else mask
+      for x, end, axis, mask in zip(
+        jax.tree.leaves(params), ends, axes, masks, strict=True
       )
     ]
-    masks = jax.tree.unflatten(treedef, masks)
-  for mask, end in zip(jax.tree.leaves(masks), ends, strict=True):
-    if hasattr(end, "shape"):
-      np.testing.assert_array_equal(np.asarray(end) != 0, mask)
-  wanted = jax.tree.leaves(mask_tree(params, masks))
-  for x, y in zip(jax.tree.leaves(found[0]), wanted, strict=True):
-    np.testing.assert_allclose(np.asarray(x), y, rtol=1e-3, atol=1e-4)
+  return masks, show(params)
+
+
+def _train_with_the_hook(pruner, inner, params, grad, ends, steps, stacked):
+  """Return the masks and weights of the paper's loop, with its hook."""
+  del ends, stacked
+  tx = pruner.wrap_optax(inner)
+  state = tx.init(params)
+
+  @jax.jit
+  def apply(grads, state, params):
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+  hook = jax.jit(pruner.pre_forward_update)
+  for _ in range(steps):
+    params, state = apply(grad(hook(params, state)), state, params)
+  return _masks_of(params, state), params
 
 
 SGD = optax.sgd(0.05, momentum=0.9)

@@ -2,7 +2,6 @@
 
 import framework
 import numpy as np
-import pytest
 from framework import SPARSITY, STEPS, assert_same, assert_sparse
 
 framework.require("dopamine", "dopamine", "baselines")
@@ -44,7 +43,7 @@ def make(algorithm):
   )
 
 
-@pytest.mark.parametrize("algorithm", ["magnitude", "rigl"])
+@framework.each_kind
 def test_an_agent_in_gin_ends_exactly_sparse_and_survives(algorithm, tmp_path):
   agent = make(algorithm)
   environment = gym_lib.create_gym_environment()
@@ -72,6 +71,7 @@ def test_an_agent_in_gin_ends_exactly_sparse_and_survives(algorithm, tmp_path):
   )
 
 
+gin.constant("float32", np.float32)
 RUNNER = """
 JaxDQNAgent.observation_shape = (4, 1)
 JaxDQNAgent.observation_dtype = %float32
@@ -87,24 +87,27 @@ Runner.max_steps_per_episode = 90
 """
 
 
-def test_dopamines_own_runner_ends_exactly_sparse_and_resumes(tmp_path):
+@framework.each_kind
+def test_dopamines_own_runner_ends_exactly_sparse_and_resumes(
+  algorithm, tmp_path
+):
   run = lambda iterations: run_experiment.Runner(
     str(tmp_path), dopamine.create_agent, num_iterations=iterations
   )
   gin.clear_config()
-  gin.constant("float32", np.float32)
-  gin.parse_config(REPLAY + RUNNER + GIN.format("magnitude"))
+  gin.parse_config(REPLAY + RUNNER + GIN.format(algorithm))
   first = run(1)
   first.run_experiment()
   agent = first._agent
   assert int(agent.optimizer_state.count) >= STEPS
-  assert_sparse(agent.online_params, agent.optimizer_state)
+  grows = algorithm == "rigl"
+  assert_sparse(agent.online_params, agent.optimizer_state, grows=grows)
   second = run(2)
   assert_same(second._agent.optimizer_state, agent.optimizer_state)
   second.run_experiment()
   again = second._agent
   assert int(again.optimizer_state.count) > int(agent.optimizer_state.count)
-  assert_sparse(again.online_params, again.optimizer_state)
+  assert_sparse(again.online_params, again.optimizer_state, grows=grows)
 
 
 def test_the_examples_of_its_docstrings_run():

@@ -5,6 +5,7 @@ import functools
 import framework
 import jax
 import numpy as np
+import optax
 import pytest
 from framework import SPARSITY, assert_same, assert_sparse, make_pruner
 
@@ -110,7 +111,7 @@ def test_a_message_is_read_back_as_it_was():
   np.testing.assert_array_equal(masks[1], np.asarray(kernel).astype(bool))
 
 
-@pytest.mark.parametrize("algorithm", ["magnitude", "set"])
+@pytest.mark.parametrize("algorithm", [*framework.KINDS, "set"])
 def test_a_server_that_stops_and_resumes_ends_as_one_that_ran(
   algorithm, tmp_path
 ):
@@ -135,9 +136,37 @@ def test_packed_masks_travel_as_plain_ones():
 
 
 @pytest.mark.parametrize("algorithm", ["rigl", "magnitude_ste"])
-def test_what_needs_pruned_weights_is_refused(algorithm):
-  with pytest.raises(ValueError, match="clients do not send"):
-    flower.SparseFedAvg(make_pruner(algorithm), make_params())
+def test_what_needs_removed_weights_gets_them_from_the_clients(algorithm):
+  strategy, history, _ = trained(algorithm)
+  assert_sparse(strategy.params, strategy.opt_state, grows=algorithm == "rigl")
+  metrics = {k: dict(v) for k, v in history.metrics_distributed_fit.items()}
+  last = framework.STEPS
+  assert metrics["bytes_up"][last] >= metrics["bytes_dense"][last]
+  # The clients start from the sparse model, and see it as such.
+  weights, masks = flower.receive(strategy._message())
+  assert_same(
+    weights, [np.asarray(x) for x in jax.tree.leaves(strategy.params)]
+  )
+  assert masks[1].all()
+
+
+def test_straight_through_on_the_server_equals_a_plain_loop():
+  strategy, _, clients = trained("magnitude_ste")
+
+  def grad(params):
+    """The averaged change of the clients, from these params."""
+    pull = lambda client: 0.1 * (client.goal - params["dense"]["kernel"])
+    moved = [pull(client).astype(np.float32) for client in clients]
+    bias = -np.ones_like(params["dense"]["bias"])
+    return {"dense": {"kernel": -sum(moved) / len(moved), "bias": bias}}
+
+  framework.assert_straight_through(
+    strategy.pruner,
+    optax.sgd(1.0),
+    make_params(),
+    grad,
+    (strategy.params, strategy.opt_state),
+  )
 
 
 def test_the_examples_of_its_docstrings_run():

@@ -1,6 +1,7 @@
 """Levanter: its Trainer takes the wrapped optimizer; one line."""
 
 import datetime
+import itertools
 
 import framework
 import jax
@@ -36,7 +37,8 @@ def make_model():
   )
 
 
-def loss(model, x, y, *, key=None):
+def loss(model, example, *, key=None):
+  x, y = example
   return hax.mean((model(x) - y) ** 2)
 
 
@@ -70,8 +72,7 @@ def train(pruner, folder, steps):
     x = hax.named(jax.numpy.asarray(x), (Batch, In))
     y = hax.named(jax.numpy.asarray(y), (Batch, Out))
     state = loop.initial_state(jax.random.PRNGKey(1), model_init=make_model)
-    for _ in range(int(state.step), steps):
-      state = loop.train_step(state, x, y).state
+    state = loop.train(state, itertools.repeat((x, y))).state
     saver = loop.config.checkpointer.create("sparse")
     saver.save_checkpoint(
       trainer.StepInfo(state, 0.0, 0.0), f"step-{int(state.step)}"

@@ -10,9 +10,12 @@ import jaxpruner
 
 framework.require("maxtext", "maxtext")
 
+import flax.linen as nn
 import maxtext
 from flax import nnx
+from maxtext.optimizers import optimizers
 from maxtext.trainers.pre_train import train
+from maxtext.utils import maxtext_utils, train_utils
 
 from jaxpruner.integrations.maxtext import pruned
 
@@ -76,6 +79,55 @@ def test_maxtext_ends_exactly_sparse_and_resumes(algorithm, tmp_path):
     state = train.train_loop(*train.initialize(again))
     params, opt_state = parts(state)
     assert_sparse(params, opt_state, grows=grows)
+
+
+def with_dense(params, masks):
+  """Return masks for all leaves, None where NNX left a dense one out."""
+  if not hasattr(params, "items"):
+    return masks if hasattr(masks, "shape") else None
+  return {
+    key: with_dense(node, masks.get(key, {})) for key, node in params.items()
+  }
+
+
+def test_straight_through_equals_a_plain_loop(tmp_path):
+  pruner = make_pruner("magnitude_ste")
+  options = [*settings(tmp_path / "own", STEPS), "dtype=float32"]
+  with pruned(pruner):
+    end = nnx.to_pure_dict(train.train_loop(*train.initialize(options)))
+  # What MaxText sets up for a run without a pruner, for a loop of ours.
+  options = [*settings(tmp_path / "plain", STEPS), "dtype=float32"]
+  config, recorder = train.initialize(options)
+  setup = train_utils.setup_train_loop(config, recorder)
+  mesh, schedule, loader, start = setup[4], setup[5], setup[7], setup[-1]
+  graph, params, rest = nnx.split(start.model, nnx.Param, ...)
+  batch = loader.load_next_batch()
+
+  @jax.jit
+  @jax.grad
+  def grad_of_loss(params):
+    nnx.replace_by_pure_dict(state := jax.tree.map(lambda x: x, shown), params)
+    model = nnx.merge(graph, state, rest)
+    return train.loss_fn(model, config, dict(batch), None, None)[0]
+
+  shown, params = params, nnx.to_pure_dict(params)
+
+  def grad(params):
+    with jax.set_mesh(mesh), nn.logical_axis_rules(config.logical_axis_rules):
+      grads = grad_of_loss(params)
+    limit = config.gradient_clipping_threshold
+    return maxtext_utils.apply_gradient_clipping(grads, None, limit)
+
+  masks = with_dense(params, end["optimizer"]["opt_state"]["stored_masks"])
+  framework.assert_straight_through(
+    pruner,
+    optimizers.get_optimizer(config, schedule),
+    params,
+    grad,
+    (pick(end["model"], params)[0], jaxpruner.SparseState(masks)),
+    # MaxText scans its layers, along the second axis.
+    stacked=lambda path: 1 if "'layers'" in path else None,
+  )
 
 
 def test_the_examples_of_its_docstrings_run():

@@ -28,13 +28,13 @@ RULES = [
 
 
 @functools.cache
-def trained(quantized):
+def trained(algorithm, quantized):
   x, y = make_batch()
   model = Model()
   params = model.init(jax.random.key(0), x)["params"]
   if quantized:
     model = qwix.quantize_model(model, qwix.QtProvider(_training_rules()))
-  tx = make_pruner().wrap_optax(SGD)  # added
+  tx = make_pruner(algorithm).wrap_optax(SGD)  # added
   opt_state = tx.init(params)
 
   @jax.jit
@@ -53,10 +53,11 @@ def _training_rules():
   return [qwix.QtRule(module_path=".*", weight_qtype="int8", act_qtype="int8")]
 
 
-def test_quantization_after_training_keeps_the_zeros(tmp_path):
+@framework.each_kind
+def test_quantization_after_training_keeps_the_zeros(algorithm, tmp_path):
   x, _ = make_batch()
-  model, params, opt_state = trained(quantized=False)
-  assert_sparse(params, opt_state)
+  model, params, opt_state = trained(algorithm, quantized=False)
+  assert_sparse(params, opt_state, grows=algorithm == "rigl")
   ptq = qwix.quantize_model(model, qwix.PtqProvider(RULES))
   shapes = jax.eval_shape(ptq.init, jax.random.key(0), x)["params"]
   quantized = qwix.quantize_params(params, shapes)
@@ -83,9 +84,10 @@ def test_quantization_after_training_keeps_the_zeros(tmp_path):
   assert float(np.abs(close - exact).max()) < 0.1
 
 
-def test_quantized_training_ends_exactly_sparse():
-  _, params, opt_state = trained(quantized=True)
-  assert_sparse(params, opt_state)
+@framework.each_kind
+def test_quantized_training_ends_exactly_sparse(algorithm):
+  _, params, opt_state = trained(algorithm, quantized=True)
+  assert_sparse(params, opt_state, grows=algorithm == "rigl")
   data = flax.serialization.to_bytes((params, opt_state))
   empty = jax.tree.map(jax.numpy.zeros_like, (params, opt_state))
   assert_same(flax.serialization.from_bytes(empty, data), (params, opt_state))

@@ -101,14 +101,8 @@ def train(pruner, model, folder, steps=STEPS):
   return jax_utils.unreplicate(state)
 
 
-@pytest.mark.parametrize(
-  ("algorithm", "model"),
-  [
-    ("magnitude", "perceptron"),
-    ("magnitude_ste", "perceptron"),
-    ("rigl", "vit"),
-  ],
-)
+@pytest.mark.parametrize("model", MODELS)
+@framework.each_kind
 def test_a_trainer_ends_exactly_sparse_and_resumes(algorithm, model, tmp_path):
   pruner = make_pruner(algorithm)
   state = train(pruner, model, tmp_path / "whole")

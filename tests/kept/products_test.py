@@ -1,5 +1,7 @@
 """Products with kept weights equal dense products, with both gradients."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxpruner import engine, kept
-from jaxpruner.kept import bitmaps, choosing, layouts, products
+from jaxpruner.kept import (
+  bitmaps,
+  choosing,
+  growth,
+  layouts,
+  products,
+  rewiring,
+)
 
 
 @pytest.fixture(params=["kernel", "decoded"])
@@ -128,17 +137,63 @@ def test_growth_takes_exactly_the_highest_and_the_lower_of_equals(
       bitmaps.pack(excluded),
     )
   )
-  words = find(scores, excluded)
+  words, finite = find(scores, excluded)
+  assert bool(finite)
   free = np.where(excluded, -1, scores).ravel()
   wanted = np.sort(np.argsort(-free, kind="stable")[:count])
   np.testing.assert_array_equal(bitmaps.positions(words, count), wanted)
+
+
+@functools.cache
+def update(fn, shape):
+  most = layout_of(shape).count
+  if fn is rewiring._in_kernel:
+    return jax.jit(fn)
+  return jax.jit(functools.partial(fn, most=most))
+
+
+@functools.cache
+def layout_of(shape):
+  size = shape[0] * shape[1]
+  chosen = np.random.default_rng(2).choice(size, size // 7 + 1, replace=False)
+  return layouts.from_sorted(np.sort(chosen).astype(np.int32), shape, 1, "w")
+
+
+@pytest.mark.skipif(rewiring.load() is None, reason="needs numba")
+@pytest.mark.parametrize("kind", ["random", "gradient", "zero", "overflow"])
+@pytest.mark.parametrize("shape", [(3, 5), (50, 131), (3, 70_000)])
+def test_a_mask_update_in_machine_code_is_the_one_with_bitmaps(shape, kind):
+  """Integer factors give exact scores, with ties; so do integer values."""
+  rng = np.random.default_rng(3)
+  layout = layout_of(shape)
+  values = jnp.asarray(rng.integers(-9, 9, layout.count), jnp.float32)
+  if kind == "random":
+    scores = growth.random(jnp.array([1, 2], jnp.uint32), 3, ("w",), shape[1])
+  else:
+    left, right = (
+      rng.integers(-2, 3, (7, n)).astype(np.float32) for n in shape
+    )
+    left *= kind != "zero"
+    if kind == "overflow":
+      left[0, 0] = right[0, 0] = 1e30
+    scores = growth.gradient([(jnp.asarray(left), jnp.asarray(right))])
+  for left in {0, int(0.7 * layout.count), layout.count}:
+    fast, slow = (
+      update(fn, shape)(values, layout, scores, jnp.int32(left))
+      for fn in (rewiring._in_kernel, rewiring._with_bitmaps)
+    )
+    if left < layout.count:
+      assert bool(fast[2]) == bool(slow[2]) == (kind != "overflow")
+    jax.tree.map(np.testing.assert_array_equal, fast[:2], slow[:2])
+    if kind == "overflow":
+      jax.tree.map(np.testing.assert_array_equal, fast[0], layout)
 
 
 def test_random_scores_are_those_of_the_engine():
   data = jax.random.key_data(jax.random.key(3))
   names = ("a", "kernel")
   whole = engine.draw.draw(data, 5, [jnp.zeros((40, 7))], (names,))[0]
-  rows = choosing.random_scores(data, 5, names, 7)(jnp.arange(10, 20))
+  rows = growth.random(data, 5, names, 7).rows(jnp.arange(10, 20))
   np.testing.assert_array_equal(rows, whole[10:20])
 
 

@@ -11,7 +11,7 @@ import pytest
 
 import jaxpruner
 from jaxpruner import kept
-from jaxpruner.kept import choosing
+from jaxpruner.kept import choosing, rewiring
 
 STEPS = 50
 
@@ -114,11 +114,16 @@ def run(algorithm):
 ALGORITHMS = ["static_sparse", "set", "rigl"]
 
 
+@pytest.mark.parametrize("way", ["kernel", "bitmaps"])
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_fifty_steps_give_the_masks_and_weights_of_the_masked_run(
-  algorithm, monkeypatch
+  algorithm, way, monkeypatch
 ):
-  monkeypatch.setattr(choosing, "SMALL", 256)  # the way of large leaves
+  if way == "bitmaps":
+    if algorithm == "static_sparse":
+      pytest.skip("static masks are not rewired")
+    monkeypatch.setattr(rewiring, "load", lambda: None)
+    monkeypatch.setattr(choosing, "SMALL", 256)  # the way of large leaves
   both = Run(algorithm)
   (params, state), (values, kept_state) = both.start()
   first = jax.tree.map(np.asarray, state.masks)
@@ -271,6 +276,32 @@ def test_non_finite_gradients_leave_the_leaf_as_it_was():
   _, after = both.kept_step(values, state, bad)
   jax.tree.map(np.testing.assert_array_equal, after.layouts, state.layouts)
   assert after.skipped.tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("way", ["kernel", "bitmaps"])
+def test_an_overflowed_product_leaves_the_leaf_as_it_was(way, monkeypatch):
+  """All factors are finite; only their product is not."""
+  if way == "bitmaps":
+    monkeypatch.setattr(rewiring, "load", lambda: None)
+  pruner = jaxpruner.create_updater_from_config(config("rigl", storage="kept"))
+  weights = pruner.create(jax.random.key(0), lambda _: dense_params())
+  tx = pruner.wrap_optax(optax.sgd(1e-2))
+  state = tx.init(weights)._replace(count=jnp.int32(1))
+  values, _ = kept.split(weights)
+  big = lambda rows, columns: [
+    (jnp.full((2, rows), 1e25), jnp.full((2, columns), 1e25))
+  ]
+  small = lambda rows, columns: [(jnp.ones((2, rows)), jnp.ones((2, columns)))]
+  growth = {
+    "a/kernel": big(16, 40), "b/kernel": small(40, 32), "c/kernel": small(32, 8)
+  }  # fmt: skip
+  _, after = jax.jit(tx.update)(values, state, values, growth=growth)
+  same = lambda name: (
+    after.layouts[name]["kernel"].positions().tolist()
+    == state.layouts[name]["kernel"].positions().tolist()
+  )
+  assert [same(name) for name in "abc"] == [True, False, False]
+  assert after.skipped.tolist() == [1, 0, 0]
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import importlib.util
 import os
 import pathlib
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -149,9 +150,17 @@ def _own_task(
     line = (str(error).strip().splitlines() or [""])[0]
     raise ValueError(
       f"task {name!r}: its first step cannot be traced: "
-      f"{type(error).__name__}: {line}"
+      f"{type(error).__name__}: {line}{_cure(line)}"
     ) from error
   return hashes
+
+
+def _cure(line: str) -> str:
+  """Return what to do about a known error of a user's step."""
+  axis = re.search(r"unbound axis name: (\w+)", line)
+  if axis is None:
+    return ""
+  return f"; pass axis_name={axis[1]!r} to compare.task"
 
 
 def _program(task: tasks.Task, data: Any, batch: Any) -> str:

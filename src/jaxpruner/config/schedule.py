@@ -80,7 +80,8 @@ def _from_total_steps(cls: Any, config: Mapping[str, Any]) -> dict[str, int]:
   if total is None:
     return {}
   end = config.get("update_end_step", total * 3 // 4)
-  # At least ten updates, also in a short training.
+  # A tenth of the steps up to the end, so that a short training has several
+  # updates: a ramp that starts a third of the way has seven or more.
   every = cls.category.update_every or max(1, min(100, end // 10))
   freq = config.get("update_freq", every)
   start = min(freq, end) if _rewires(cls) else min(total // 4, end)

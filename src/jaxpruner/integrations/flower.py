@@ -67,8 +67,13 @@ class SparseFedAvg(FedAvg):
   step of the pruner's schedule. The metrics of a round are its sparsity, the
   bytes sent in both directions, and the bytes of a dense model.
 
+  Straight-through algorithms, RigL and others that read gradients need the
+  change of removed weights too: with them clients get the sparse model as dense
+  arrays, with masks of ones, and send dense arrays back. Messages are not
+  smaller then, only the model is.
+
   Args:
-    pruner: an updater that uses no gradients or values of removed weights.
+    pruner: an updater; magnitude and SET send kept weights only.
     params: the initial parameters, any tree; clients get its leaves in order.
     tx: the server's optimizer; by default SGD with learning rate 1.
     checkpoints: an `integrations.orbax.SparseCheckpoints`; every round is saved
@@ -85,12 +90,9 @@ class SparseFedAvg(FedAvg):
   """
 
   def __init__(self, pruner, params: Any, tx=None, checkpoints=None, **options):
-    if pruner.straight_through or "gradients" in pruner.category.needs:
-      raise ValueError(
-        f"pruner={type(pruner).__name__} needs pruned weights or their "
-        "gradients, which clients do not send; choose magnitude, set, …"
-      )
     self.pruner, self.checkpoints = pruner, checkpoints
+    # Removed weights whose change the pruner reads are sent too, as zeros.
+    self.dense = pruner.straight_through or "gradients" in pruner.needs
     tx = pruner.wrap_optax(optax.sgd(1.0) if tx is None else tx)
     self.update = jax.jit(tx.update)
     params = jax.tree.map(jnp.asarray, params)
@@ -103,7 +105,9 @@ class SparseFedAvg(FedAvg):
 
   def _message(self) -> common.NDArrays:
     ones = jax.tree.map(jnp.ones_like, self.params)
-    masks = self.pruner.post_gradient_update(ones, self.opt_state)
+    masks = ones
+    if not self.dense:
+      masks = self.pruner.post_gradient_update(ones, self.opt_state)
     leaf = lambda w, m: [w[m], np.packbits(m), np.array(w.shape, np.int32)]
     as_numpy = lambda w, m: leaf(np.asarray(w), np.asarray(m, bool))
     return jax.tree.leaves(jax.tree.map(as_numpy, self.params, masks))

@@ -13,8 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jaxpruner import _leaves, _tools, engine
-from jaxpruner.engine import draw
+from jaxpruner import engine
 from jaxpruner.kept import bitmaps
 
 # Scores held at a time.
@@ -22,6 +21,8 @@ TILE = 2**19
 # Matrices up to this size are searched without a sample.
 SMALL = 2**17
 _DIGIT = 4
+# The integer of the largest finite score.
+_LARGEST = np.uint32(0x7F800000)
 
 # Rows (traced) -> their scores (rows, columns), at least zero.
 ScoreRows = Callable[[Array], Array]
@@ -40,7 +41,7 @@ def highest(
   count: Any,
   most: int,
   excluded: Array | None = None,
-) -> Array:
+) -> tuple[Array, Array]:
   """Return the bitmap of the `count` highest scores.
 
   Args:
@@ -52,7 +53,8 @@ def highest(
     excluded: bitmap of positions that cannot be chosen.
 
   Returns:
-    A bitmap of `count_words(rows * columns + 1)` words.
+    A bitmap of `count_words(rows * columns + 1)` words, and whether all scores,
+    excluded ones too, are finite; without that the bitmap means nothing.
   """
   tiles = _Tiles(score, rows, columns, excluded)
   count = jnp.asarray(count, jnp.int32)
@@ -61,13 +63,14 @@ def highest(
   # A threshold from a sample leaves few candidates, which are ranked exactly;
   # if it leaves too few or too many, all scores are searched.
   room = int(1.6 * most) + 1024
-  found = tiles.above(tiles.guess(count))
+  found, finite = tiles.above(tiles.guess(count))
   number = jnp.sum(lax.population_count(found).astype(jnp.int32))
-  return lax.cond(
+  words = lax.cond(
     (number >= count) & (number <= room),
     lambda: tiles.ranked(bitmaps.positions(found, room), count),
-    lambda: tiles.search(count),
+    lambda: tiles.search(count)[0],
   )
+  return words, finite
 
 
 class _Tiles:
@@ -88,14 +91,18 @@ class _Tiles:
 
   def ordered(self, tile: Array) -> Array:
     """Return the scores of a tile as integers; 0: cannot be chosen."""
+    return self._ordered(tile)[0]
+
+  def _ordered(self, tile: Array) -> tuple[Array, Array]:
     row = tile * self.height + jnp.arange(self.height)
     words = self.size // bitmaps.WORD
     out = lax.dynamic_slice(self.excluded, (tile * words,), (words,))
     out = bitmaps.unpack(out, self.size).reshape(self.height, -1)
     bits = _integers(self.score(jnp.minimum(row, self.rows - 1)))
+    finite = jnp.all(bits <= _LARGEST)
     bits = jnp.where(out | (row >= self.rows)[:, None], 0, bits)
     # XLA would compute the scores once for each of their uses.
-    return lax.optimization_barrier(bits)
+    return lax.optimization_barrier(bits), finite
 
   def guess(self, count: Array) -> Array:
     """Return a threshold that leaves about 1.25 times as many, from a sample.
@@ -118,10 +125,15 @@ class _Tiles:
 
     return jnp.maximum(lax.fori_loop(0, 32, narrow, jnp.uint32(0)), 1)
 
-  def above(self, threshold: Array) -> Array:
+  def above(self, threshold: Array) -> tuple[Array, Array]:
     """Return the bitmap of the scores at or above a threshold."""
-    note = lambda tile: bitmaps.pack(self.ordered(tile) >= threshold)
-    return self._words(lax.map(note, jnp.arange(self.tiles)))
+
+    def note(tile):
+      bits, finite = self._ordered(tile)
+      return bitmaps.pack(bits >= threshold), finite
+
+    words, finite = lax.map(note, jnp.arange(self.tiles))
+    return self._words(words), jnp.all(finite)
 
   def ranked(self, positions: Array, count: Array) -> Array:
     """Return the bitmap of the highest among candidates (-1: none)."""
@@ -142,7 +154,7 @@ class _Tiles:
       jnp.where(chosen, positions, past), self.total
     )
 
-  def search(self, count: Array) -> Array:
+  def search(self, count: Array) -> tuple[Array, Array]:
     """Return the bitmap of the highest, by counting four bits at a time."""
     digits = jnp.arange(1, 2**_DIGIT, dtype=jnp.uint32)
 
@@ -164,14 +176,14 @@ class _Tiles:
     threshold = lax.fori_loop(0, 32 // _DIGIT, narrow, jnp.uint32(0))
 
     def note(tile):
-      bits = self.ordered(tile)
+      bits, finite = self._ordered(tile)
       equal = (bits == threshold) & (bits > 0)
-      return bitmaps.pack(bits > threshold), bitmaps.pack(equal)
+      return bitmaps.pack(bits > threshold), bitmaps.pack(equal), finite
 
-    above, equal = lax.map(note, jnp.arange(self.tiles))
+    above, equal, finite = lax.map(note, jnp.arange(self.tiles))
     above, equal = self._words(above), self._words(equal)
     missing = count - jnp.sum(lax.population_count(above).astype(jnp.int32))
-    return above | bitmaps.lowest(equal, missing)
+    return above | bitmaps.lowest(equal, missing), jnp.all(finite)
 
   def _words(self, words: Array) -> Array:
     words = words.reshape(-1)
@@ -181,47 +193,3 @@ class _Tiles:
 def _integers(scores: Array) -> Array:
   """Return non-negative scores as integers of the same order, from 1."""
   return lax.bitcast_convert_type(scores.astype(jnp.float32), jnp.uint32) + 1
-
-
-def path_number(name: str) -> int:
-  return _tools.path_hash(name)
-
-
-def random_scores(
-  data: Array, salt: Any, names: _leaves.Names, columns: int
-) -> ScoreRows:
-  """Return the numbers of `BaseUpdater.random_scores`, a few rows at a time."""
-  words = draw.leaf_words(data, salt, (names,))[0]
-
-  def score(row: Array) -> Array:
-    first = row.astype(jnp.uint32)[:, None] * np.uint32(columns)
-    return draw.at(words, first + jnp.arange(columns, dtype=jnp.uint32))
-
-  return score
-
-
-def gradient_scores(pairs: list[tuple[Array, Array]]) -> ScoreRows:
-  """Return |sum of left.T @ right|, a few rows at a time.
-
-  Args:
-    pairs: per use of the weight, an array (batch, rows), or the int row of
-      each batch entry, and an array (batch, columns).
-  """
-
-  def score(row: Array) -> Array:
-    total: Any = 0.0
-    for left, right in pairs:
-      if jnp.issubdtype(left.dtype, jnp.integer):
-        part = (left[:, None] == row).astype(right.dtype)
-      else:
-        part = left[:, row]
-      total += part.astype(jnp.float32).T @ right.astype(jnp.float32)
-    return jnp.abs(total)
-
-  return score
-
-
-def all_finite(pairs: list[tuple[Array, Array]]) -> Array:
-  """Return whether all factors are finite, and so all their products' sums."""
-  found = [jnp.all(jnp.isfinite(a)) for pair in pairs for a in pair]
-  return jnp.all(jnp.stack(found)) if found else jnp.bool_(True)

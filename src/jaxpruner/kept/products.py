@@ -24,12 +24,17 @@ def load() -> Any:
     return None
   from jaxpruner.kept import _kernel
 
-  for name in ("product", "gradients"):
-    address = ctypes.c_void_p(getattr(_kernel, name).address)
+  register(_kernel, "product", "gradients")
+  return _kernel
+
+
+def register(module: Any, *names: str) -> None:
+  """Make functions of a kernel known to XLA as `jaxpruner_kept_<name>`."""
+  for name in names:
+    address = ctypes.c_void_p(getattr(module, name).address)
     capsule = jax.ffi.pycapsule(address)
     target = f"jaxpruner_kept_{name}"
     jax.ffi.register_ffi_target(target, capsule, platform="cpu")
-  return _kernel
 
 
 def product(

@@ -1,37 +1,138 @@
-"""Drop the smallest kept weights of a leaf and grow others, slot by slot."""
+"""Drop the smallest kept weights of a leaf and grow others, slot by slot.
 
+On CPU a mask update is one call of machine code; elsewhere, and without Numba,
+it is written with bitmaps. Both choose the same weights.
+"""
+
+import functools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
 from jaxpruner import engine
-from jaxpruner.kept import bitmaps, choosing, layouts
-from jaxpruner.kept.layouts import Layout
+from jaxpruner.kept import bitmaps, choosing, layouts, products
+from jaxpruner.kept.growth import Growth
+from jaxpruner.kept.layouts import Layout, Lists
+
+
+@functools.cache
+def load() -> Any:
+  """Compile (or load from Numba's cache) and register the kernel, or None."""
+  if products.load() is None:
+    return None
+  from jaxpruner.kept import _rewire_kernel
+
+  products.register(_rewire_kernel, "rewire_random", "rewire_gradient")
+  return _rewire_kernel
 
 
 def rewire(
   values: Array,
   layout: Layout,
-  score: choosing.ScoreRows,
+  growth: Growth,
   left: Array,
   most: int,
-) -> tuple[Layout, Array]:
+) -> tuple[Layout, Array, Array]:
   """Return the layout after a mask update, and which slots moved.
 
   A weight that stays keeps its slot, and so its value and its moments. The
-  slots of the removed weights are given to the grown ones, in order.
+  slots of the removed weights are given to the grown ones, in order. If a
+  growth score is not finite, all stay.
 
   Args:
     values: the kept values, by slot.
     layout: their positions.
-    score: growth scores of some rows of the folded weight.
+    growth: growth scores of the folded weight.
     left: int32, how many of the kept weights are not dropped.
     most: an upper bound of how many are.
 
   Returns:
-    `(layout, moved)`: the new layout, and a boolean per slot.
+    `(layout, moved, finite)`: the new layout, a boolean per slot, and whether
+    all scores are finite.
   """
+  slow = functools.partial(_with_bitmaps, most=most)
+  operands = values, layout, growth, left
+  if load() is None or not growth.has_kernel:
+    return slow(*operands)
+  return jax.lax.platform_dependent(*operands, cpu=_in_kernel, default=slow)
+
+
+def first_layout(
+  growth: Growth,
+  shape: tuple[int, ...],
+  split: int,
+  name: str,
+  count: int,
+) -> Layout:
+  """Return the layout of the highest growth scores of a leaf without weights.
+
+  Args:
+    growth: growth scores of the folded weight.
+    shape: the shape of the dense weight.
+    split: how many leading axes form the rows.
+    name: the path of the leaf.
+    count: how many weights to keep.
+
+  Returns:
+    The layout; its slots are in row-major order.
+  """
+  rows, columns = layouts.fold(shape, split)
+
+  def slow(growth):
+    words = choosing.highest(growth.rows, rows, columns, count, count)[0]
+    positions = bitmaps.positions(words, count)
+    slots = jnp.arange(count, dtype=jnp.int32)
+    return layouts.arrange(positions, slots, shape, split, name)
+
+  def fast(growth):
+    none = lambda length: Lists(
+      jnp.zeros(length + 1, jnp.int32),
+      jnp.zeros(0, layouts.index_dtype(columns)),
+      jnp.zeros(0, jnp.int32),
+    )
+    empty = Layout(none(rows), none(columns), tuple(shape), split, name)
+    values, left = jnp.zeros(0, jnp.float32), jnp.int32(0)
+    return _in_kernel(values, empty, growth, left, count)[0]
+
+  if load() is None or not growth.has_kernel:
+    return slow(growth)
+  return jax.lax.platform_dependent(growth, cpu=fast, default=slow)
+
+
+def _in_kernel(values, layout, growth, left, count=None):
+  """Call the kernel; `count` is the new number of weights."""
+  count = layout.count if count is None else count
+  rows, columns = layout.matrix
+  lists = lambda number, length: (
+    jax.ShapeDtypeStruct((number + 1,), jnp.int32),
+    jax.ShapeDtypeStruct((count,), layouts.index_dtype(length)),
+    jax.ShapeDtypeStruct((count,), jnp.int32),
+  )
+  name, operands = growth.for_kernel(load())
+  call = jax.ffi.ffi_call(
+    f"jaxpruner_kept_{name}",
+    (
+      *lists(rows, columns),
+      *lists(columns, rows),
+      jax.ShapeDtypeStruct((count,), jnp.uint8),
+      jax.ShapeDtypeStruct((1,), jnp.uint8),
+    ),
+  )
+  out = call(
+    *layout.by_row,
+    values.astype(jnp.float32),
+    left.astype(jnp.int32),
+    *operands,
+  )
+  new = Layout(
+    Lists(*out[:3]), Lists(*out[3:6]), layout.shape, layout.split, layout.name
+  )
+  return new, out[6] == 1, out[7][0] == 1
+
+
+def _with_bitmaps(values, layout, growth, left, *, most):
   rows, columns = layout.matrix
   words = bitmaps.count_words(layout.size + 1)
   slots, positions = layout.by_row.slots, layout.positions()
@@ -40,11 +141,11 @@ def rewire(
   stay = engine.select([magnitudes], left.reshape(1)).masks[0] == 1
   past = jnp.where(stay, positions, words * bitmaps.WORD)
   survivors = bitmaps.from_positions(past, words)
-  grown = choosing.highest(
-    score, rows, columns, layout.count - left, most, survivors
+  grown, finite = choosing.highest(
+    growth.rows, rows, columns, layout.count - left, most, survivors
   )
-  new = survivors | grown
   old = bitmaps.from_positions(positions, words)
+  new = jnp.where(finite, survivors | grown, old)
   removed = ~bitmaps.contains(new, positions)
   rank = jnp.cumsum(removed) - 1
   added = bitmaps.positions(new & ~old, most)
@@ -53,7 +154,7 @@ def rewire(
     positions, slots, layout.shape, layout.split, layout.name
   )
   moved = jnp.zeros(layout.count, bool).at[slots].set(removed)
-  return arranged, moved
+  return arranged, moved, finite
 
 
 def all_finite(values: Any) -> Array:

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jaxpruner import mask_calculator
-from jaxpruner.kept import bitmaps, choosing, layouts, products
+from jaxpruner import _tools, mask_calculator
+from jaxpruner.kept import growth, layouts, products, rewiring
 from jaxpruner.kept.layouts import Layout
 from jaxpruner.sparse import formats
 
@@ -135,12 +135,6 @@ def check_form(
   return split
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2, 3))
-def _arranged(positions, shape, split, name) -> Layout:
-  slots = jnp.arange(len(positions), dtype=jnp.int32)
-  return layouts.arrange(positions, slots, shape, split, name)
-
-
 Initializer = Callable[[Array, int, tuple[int, ...], Any], Array]
 
 
@@ -191,7 +185,7 @@ def create(
   places = data if positions_key is None else positions_key
   layout = _random_layout(places, name, tuple(shape), split, count)
   drawn = jax.random.fold_in(jax.random.wrap_key_data(data), 1)
-  drawn = jax.random.fold_in(drawn, choosing.path_number(name))
+  drawn = jax.random.fold_in(drawn, _tools.path_hash(name))
   rows, columns = layouts.fold(shape, split)
   fans = (fan_in or rows, rows * columns // (fan_in or rows))
   values = _initial(initializer, drawn, count, shape, fans, dtype)
@@ -204,11 +198,10 @@ def is_key(key: Any) -> bool:
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
 def _random_layout(data, name, shape, split, count) -> Layout:
-  rows, columns = layouts.fold(shape, split)
+  columns = layouts.fold(shape, split)[1]
   names = tuple(name.split("/"))
-  score = choosing.random_scores(data, 0, names, columns)
-  words = choosing.highest(score, rows, columns, count, count)
-  return _arranged(bitmaps.positions(words, count), shape, split, name)
+  scores = growth.random(data, 0, names, columns)
+  return rewiring.first_layout(scores, shape, split, name, count)
 
 
 def _initial(initializer, key, count, shape, fans, dtype) -> Array:

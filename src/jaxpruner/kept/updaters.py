@@ -20,7 +20,8 @@ from jaxpruner import (
   sparsity_types,
 )
 from jaxpruner.algorithms import criteria
-from jaxpruner.kept import capture, choosing, folding, rewiring, tensors
+from jaxpruner.kept import capture, folding, rewiring, tensors
+from jaxpruner.kept import growth as growing
 from jaxpruner.kept.layouts import Layout
 from jaxpruner.program.owners import Owners, per_weight
 
@@ -471,38 +472,31 @@ class KeptUpdater:
         layouts.append(None)
         moved.append(None)
         continue
-      score, finite = self._score(state, layout, growth)
+      scores, finite = self._scores(state, layout, growth)
       finite &= rewiring.all_finite(values)
       totals = jnp.full((1,), layout.count, jnp.int32)
       left = self.updater.survivors(state, totals, None, None)[0]  # pyright: ignore
       left = jnp.where(finite, left, layout.count)
-      new, moves = rewiring.rewire(
-        values, layout, score, left, self._most(layout.count)
+      new, moves, summed = rewiring.rewire(
+        values, layout, scores, left, self._most(layout.count)
       )
       layouts.append(new)
       moved.append(moves)
-      refused.append(~finite)
+      refused.append(~(finite & summed))
     skipped = state.skipped + jnp.stack(refused).astype(jnp.int32)
     return treedef.unflatten(layouts), skipped, treedef.unflatten(moved)
 
-  def _score(self, state, layout: Layout, growth: Growth):
+  def _scores(
+    self, state: KeptState, layout: Layout, growth: Growth
+  ) -> tuple[growing.Growth, Array]:
+    """Return the growth scores, and whether their factors are finite."""
     if self.grows_by_gradient:
-      pairs = [
-        (left.reshape(-1), right.reshape(-1, right.shape[-1]))
-        if jnp.issubdtype(left.dtype, jnp.integer)
-        else (
-          left.reshape(-1, left.shape[-1]),
-          right.reshape(-1, right.shape[-1]),
-        )
-        for left, right in growth[layout.name]
-      ]
-      score = choosing.gradient_scores(pairs)
-      return score, choosing.all_finite(pairs)
+      scores = growing.gradient(growth[layout.name])
+      return scores, scores.factors_finite()
     names = tuple(layout.name.split("/"))
-    score = choosing.random_scores(
-      state.key, state.count + 1, names, layout.matrix[1]
-    )
-    return score, jnp.bool_(True)
+    step = state.count + 1
+    scores = growing.random(state.key, step, names, layout.matrix[1])
+    return scores, jnp.bool_(True)
 
   def _most(self, count: int) -> int:
     """Return how many weights a mask update replaces at most."""

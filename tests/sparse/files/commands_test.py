@@ -3,6 +3,8 @@
 import importlib.util
 import json
 import pathlib
+import signal
+import subprocess
 import sys
 import tracemalloc
 
@@ -290,3 +292,21 @@ def test_a_real_model_is_pruned_packed_and_restored(tmp_path, capsys):
   run("inspect", pruned)
   out = capsys.readouterr().out
   assert out.count("exactly 2:4 along axis 1") == 6 * 6 + 1
+
+
+def test_a_reader_that_stops_early_ends_the_command_quietly(tmp_path):
+  """`jaxpruner inspect FILE | head -1`: no traceback, from any subcommand."""
+  path = tmp_path / "many.safetensors"
+  many = {f"layer.{i}.weight": np.ones((2, 2)) for i in range(3000)}
+  safetensors.numpy.save_file(many, path)
+  process = subprocess.Popen(
+    [sys.executable, "-m", "jaxpruner", "inspect", str(path)],
+    stdout=subprocess.PIPE,
+    stderr=subprocess.PIPE,
+  )
+  assert process.stdout is not None and process.stderr is not None
+  assert process.stdout.readline().startswith(b"tensor")
+  process.stdout.close()
+  with process.stderr as stream:
+    assert stream.read() == b""
+  assert process.wait() == 128 + signal.SIGPIPE

@@ -41,6 +41,7 @@ class Functions:
   distribution: str = "erk"
   pruning: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   batching: str = "auto"
+  axis_name: str | tuple[str, ...] = ()
 
   def __post_init__(self):
     for name in ("init", "apply", "loss", "batches", "evaluate"):
@@ -54,6 +55,17 @@ class Functions:
       raise ValueError(f"batching={self.batching!r}: need auto, map or vmap")
     if not self.name or ":" in self.name or "/" in self.name:
       raise ValueError(f"name={self.name!r}: need a name without ':' and '/'")
+    if not all(isinstance(name, str) and name for name in self.axes):
+      raise ValueError(
+        f"axis_name={self.axis_name!r}: need the name of an axis, such as "
+        "'batch', or several"
+      )
+
+  @property
+  def axes(self) -> tuple[str, ...]:
+    """The names of axes that `apply`, `loss` and `evaluate` may use."""
+    given = self.axis_name
+    return (given,) if isinstance(given, str) else tuple(given)
 
   @functools.cached_property
   def from_step(self) -> bool:
@@ -74,7 +86,39 @@ class Functions:
   @functools.cached_property
   def measured(self) -> Callable[..., Any]:
     """`evaluate` on a batch, compiled."""
-    return jax.jit(self.evaluate)
+    return jax.jit(with_axes(self.evaluate, self.axes))
+
+
+def with_axes(fn: Callable[..., Any], names: Iterable[str]) -> Callable:
+  """Return a function that may use named axes, each of size one.
+
+  A script written for several devices averages over a named axis
+  (`jax.lax.pmean(x, "batch")`, `nn.BatchNorm(axis_name="batch")`). On one
+  device the mean is the value itself.
+
+  Args:
+    fn: the function.
+    names: the names of the axes.
+
+  Returns:
+    The function of the same arguments.
+
+  Example:
+    >>> mean = lambda x: jax.lax.pmean(x.mean(), "batch")
+    >>> float(with_axes(mean, ["batch"])(np.array([1.0, 3.0])))
+    2.0
+  """
+  for name in names:
+    fn = _with_axis(fn, name)
+  return fn
+
+
+def _with_axis(fn: Callable[..., Any], name: str) -> Callable[..., Any]:
+  def bound(*args: Any) -> Any:
+    mapped = jax.vmap(fn, in_axes=None, axis_name=name, axis_size=1)  # pyright: ignore
+    return jax.tree.map(lambda x: x[0], mapped(*args))
+
+  return bound
 
 
 @functools.lru_cache(maxsize=256)
@@ -180,10 +224,10 @@ class FunctionTask(base.Task):
     return self._made(key)[1] if self.has_state else ()
 
   def apply(self, *args: Any) -> Any:  # pyright: ignore
-    return self._own.apply(*args)
+    return with_axes(self._own.apply, self._own.axes)(*args)
 
   def loss(self, *args: Any) -> Any:  # pyright: ignore
-    return self._own.loss(*args)
+    return with_axes(self._own.loss, self._own.axes)(*args)
 
   def with_temperature(self, temperature: float) -> base.Task:
     """Return this task: its loss does not go through `apply`."""
@@ -292,7 +336,8 @@ def task(
       `name`, `metric` ("accuracy"), `unit`, `higher_is_better`,
       `distribution` ("erk"), `pruning` (further keys of the updater's
       configuration, such as `custom_sparsity_map`), `batching`: seeds train
-      together ("vmap") or in turn ("map").
+      together ("vmap") or in turn ("map"), `axis_name`: the axis, or axes, that
+      the functions average over with `jax.lax.pmean` or `nn.BatchNorm`.
 
   Returns:
     The task, for `compare.run` or for `--task your_module:NAME`.

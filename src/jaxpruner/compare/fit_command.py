@@ -1,0 +1,229 @@
+"""`jaxpruner fit`: a law of scale from the run folders of comparisons."""
+
+import argparse
+import pathlib
+import sys
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxpruner import scaling
+from jaxpruner.compare import files, run_folder, spelling
+from jaxpruner.compare.cells import Cell
+from jaxpruner.compare.records import Record
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+  """Declare the options."""
+  parser.add_argument(
+    "runs",
+    nargs="+",
+    metavar="RUN",
+    help="run folders of `jaxpruner compare` with several widths and steps",
+  )
+  parser.add_argument(
+    "--algorithm",
+    default="magnitude",
+    help="whose rows are fitted, with the dense ones (default: magnitude)",
+  )
+  parser.add_argument(
+    "--hold-out",
+    metavar="TEXT",
+    help="predict the trainings whose options or sparsity contain this text, "
+    "such as width=192, instead of fitting them",
+  )
+  parser.add_argument(
+    "--resamples", type=int, default=200, help="for the intervals"
+  )
+  parser.add_argument("--plot", metavar="FILE", help="draw the law")
+
+
+class Training(NamedTuple):
+  """A finished training of a run, as a point of a law."""
+
+  name: str
+  sparsity: float
+  weights: float
+  data: float
+  loss: float
+
+
+def trainings(path: str, algorithm: str) -> list[Training]:
+  """Return the dense and the pruned trainings of a run folder.
+
+  Weights are those that have a mask in the pruned rows, so that embeddings are
+  not counted. Data are examples: steps times batch size. The loss is the
+  metric, averaged over seeds.
+
+  Args:
+    path: the run folder.
+    algorithm: the algorithm of the pruned rows.
+
+  Returns:
+    The trainings.
+
+  Raises:
+    RunFolderError: the metric is not a loss, or no row is there.
+  """
+  info = run_folder.read_run(path)
+  if info.higher_is_better:
+    raise files.RunFolderError(
+      f"{path}: a law is fitted to a loss, and {info.metric or 'the metric'} "
+      "is better if it is higher; use a task with a loss, such as sotu"
+    )
+  results = run_folder.read_results(path)
+  rows: list[tuple[Cell, Record]] = []
+  for entry in run_folder.listed_cells(info, path):
+    record = results.get(entry.cell.id)
+    if not isinstance(record, Record) or record.problem:
+      continue
+    if entry.cell.algorithm in ("dense", algorithm):
+      rows.append((entry.cell, record))
+  sizes = {c.options: r.prunable for c, r in rows if c.algorithm == algorithm}
+  if not sizes:
+    raise files.RunFolderError(
+      f"{path}: no finished row of {algorithm!r}; choose another --algorithm"
+    )
+  return [
+    _training(cell, record, info, sizes[cell.options])
+    for cell, record in rows
+    if cell.options in sizes
+  ]
+
+
+def _training(
+  cell: Cell, record: Record, info: run_folder.RunInfo, size: int
+) -> Training:
+  options: dict[str, Any] = info.task | spelling.options_of(cell.options)
+  try:
+    data = float(options["steps"]) * float(options["batch_size"])
+  except (KeyError, TypeError, ValueError) as error:
+    raise files.RunFolderError(
+      f"{cell.id}: steps and batch_size of the task are not known, but the law "
+      "needs the amount of data"
+    ) from error
+  values = record.metrics.get(info.metric) or []
+  numbers = [value for value in values if value is not None]
+  if not numbers or len(numbers) < len(values):
+    raise files.RunFolderError(f"{cell.id}: {info.metric} is not finite")
+  removed = [x for x in record.realised if x is not None]
+  sparse = float(np.mean(removed)) if removed and record.prunable else 0.0
+  return Training(
+    cell.id, sparse, size * (1 - sparse), data, float(np.mean(numbers))
+  )
+
+
+def run(args: argparse.Namespace) -> int:
+  """Fit the law, print it, and draw it."""
+  try:
+    if args.plot and pathlib.Path(args.plot).suffix not in (".png", ".svg"):
+      raise ValueError(f"--plot {args.plot}: must end in .png or .svg")
+    found = [t for path in args.runs for t in trainings(path, args.algorithm)]
+    is_out = lambda t: bool(args.hold_out) and args.hold_out in t.name
+    inside = [t for t in found if not is_out(t)]
+    outside = [t for t in found if is_out(t)]
+    if args.hold_out and not outside:
+      raise ValueError(
+        f"--hold-out {args.hold_out!r}: no training has it; there are "
+        + ", ".join(sorted({t.name for t in found}))[:300]
+      )
+    columns = zip(*(t[1:] for t in inside), strict=True) if inside else [()] * 4
+    fit = scaling.fit(scaling.Points(*columns), resamples=args.resamples)
+    print("\n".join(describe(fit, inside, outside)))
+    if args.plot:
+      _draw(fit, inside, outside, pathlib.Path(args.plot))
+  except (files.RunFolderError, ValueError, OSError) as error:
+    print(f"jaxpruner fit: {error}", file=sys.stderr)
+    return 2
+  return 0
+
+
+def describe(
+  fit: scaling.Fit, inside: list[Training], outside: list[Training]
+) -> list[str]:
+  """Return the lines that `jaxpruner fit` prints."""
+  lines = [
+    f"loss = (a_s (1-S)^b_s + c_s) N^-b_n + (a_d/D)^b_d + c, fitted to "
+    f"{len(inside)} trainings",
+    f"error {fit.error:.2%} of the loss; {fit.agreed} of {fit.starts} starts "
+    "found this optimum",
+    "",
+  ]
+  for name, (low, high) in fit.intervals().items():
+    value = getattr(fit.law, name)
+    lines.append(f"  {name:4} {value:10.4g}   [{low:.4g}, {high:.4g}]")
+  if outside:
+    lines += ["", "held out:"]
+  for training in outside:
+    new = fit.predict(*training[1:4])
+    gap = new.loss / training.loss - 1
+    lines.append(
+      f"  {training.name}: predicted {new.loss:.4f} [{new.low:.4f}, "
+      f"{new.high:.4f}], measured {training.loss:.4f} ({gap:+.2%})"
+    )
+  if isinstance(fit.law, scaling.JointLaw):
+    lines += [
+      "",
+      "best sparsity, at equal training cost:",
+      *_best(fit.law, inside),
+    ]
+  return lines
+
+
+def _best(law: scaling.JointLaw, inside: list[Training]) -> list[str]:
+  weights, data = {t.weights for t in inside}, {t.data for t in inside}
+  ends = lambda values: sorted({min(values), max(values)})
+  return [
+    f"  {number:,.0f} non-zero weights, {amount:,.0f} examples if dense: "
+    f"{scaling.optimal_sparsity(law, number, amount):.0%}"
+    for number in ends(weights)
+    for amount in ends(data)
+  ]
+
+
+def _draw(
+  fit: scaling.Fit,
+  inside: list[Training],
+  outside: list[Training],
+  path: pathlib.Path,
+) -> None:
+  """Draw measured against predicted losses, and the law over the weights."""
+  from matplotlib import figure
+
+  from jaxpruner import plot
+
+  with plot.styled():
+    picture = figure.Figure(figsize=(9, 4), layout="constrained")
+    left, right = picture.subplots(1, 2)
+    law = fit.law.loss
+    groups = (("fitted", inside, "o"), ("held out", outside, "D"))
+    for label, group, mark in groups:
+      if group:
+        predicted = [law(*t[1:4]) for t in group]
+        left.plot(predicted, [t.loss for t in group], mark, label=label)
+    ends = [min(t.loss for t in inside), max(t.loss for t in inside)]
+    left.plot(ends, ends, "--", color="gray")
+    left.set(xlabel="predicted loss", ylabel="measured loss")
+    left.legend()
+    most = max(t.data for t in inside)
+    for sparsity in sorted({round(t.sparsity, 4) for t in inside}):
+      near = [
+        t
+        for t in (*inside, *outside)
+        if round(t.sparsity, 4) == sparsity and t.data == most
+      ]
+      if not near:
+        continue
+      sizes = [t.weights for t in near]
+      grid = np.geomspace(min(sizes), max(sizes))
+      curve = law(sparsity, grid, most)
+      (line,) = right.plot(grid, curve, label=f"{sparsity:.1%}")
+      right.plot(sizes, [t.loss for t in near], "o", color=line.get_color())
+    right.set(
+      xscale="log",
+      xlabel="non-zero weights",
+      ylabel="loss",
+      title=f"{most:,.0f} examples",
+    )
+    right.legend(title="sparsity")
+    files.write_atomic(path, plot.render(picture, path.suffix[1:]))
