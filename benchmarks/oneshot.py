@@ -1,6 +1,7 @@
 """How good real models are when pruned after training.
 
     python benchmarks/oneshot.py --model SmolLM2-135M
+    python benchmarks/oneshot.py --methods sparsegpt+blocks
     python benchmarks/oneshot.py --model CIFAR-10-CNN
     python benchmarks/oneshot.py --model SmolLM2-135M --memory
 
@@ -13,6 +14,7 @@ there are not measured again.
 
 import argparse
 import datetime
+import functools
 import gc
 import importlib.metadata
 import json
@@ -24,7 +26,12 @@ import jax
 import numpy as np
 
 from jaxpruner import datasets, post_training
-from jaxpruner.post_training import calibration_text, evaluation, models
+from jaxpruner.post_training import (
+  calibration_text,
+  contrib,
+  evaluation,
+  models,
+)
 from jaxpruner.post_training.models import resnet50
 
 RESULTS = pathlib.Path(__file__).parent.parent / "docs/results/oneshot.json"
@@ -200,16 +207,18 @@ def memory(args: argparse.Namespace) -> None:
 
 
 def pruned(model, batches, method, sparsity, kind, refit):
+  """Prune by a method, or by "method+blocks": block by block, then trained."""
   start = time.perf_counter()
-  params, _, report = post_training.prune(
+  solver, _, blocks = method.partition("+")
+  run = functools.partial(post_training.prune, refit=refit)
+  params, _, report = (contrib.prune_blocks if blocks else run)(
     model.apply_fn,
     model.params,
     batches,
-    method=method,
+    method=solver,
     sparsity=sparsity,
     sparsity_type=kind,
     filter_fn=model.filter_fn,
-    refit=refit,
   )
   seconds = time.perf_counter() - start
   return params, {"sparsity": report.sparsity, "seconds": seconds}

@@ -82,7 +82,9 @@ class Model:
       raise ValueError("batches is empty; give at least one batch")
     self.program = self._trace(apply_fn, first)
     self.graph = _graph.find(self.program, self.names)
-    self.batches = map(flat_batch, itertools.chain([first], rows))
+    self.batches: Iterable[list[np.ndarray]] = map(
+      flat_batch, itertools.chain([first], rows)
+    )
     chosen = [
       i for i, leaf in enumerate(self.leaves) if filter_fn(self.names[i], leaf)
     ]

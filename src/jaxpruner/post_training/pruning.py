@@ -114,11 +114,6 @@ def prune(
   sparsity = getattr(kind, "sparsity", None) if sparsity is None else sparsity
   if sparsity is None:
     raise ValueError("sparsity is missing; give the fraction removed, as 0.5")
-  if allocation != "owl" and allocation not in DISTRIBUTIONS:
-    raise ValueError(
-      f"allocation={allocation!r} must be 'owl' or one of "
-      f"{', '.join(DISTRIBUTIONS)}"
-    )
   if donate and not sequential:
     raise ValueError(
       "donate=True gives up the dense weights that sequential=False calibrates "
@@ -130,7 +125,7 @@ def prune(
   model = calibration.Model(
     apply_fn, params, batches, filter_fn, mesh, data_axis
   )
-  targets = _targets(model, sparsity, allocation, custom_sparsity_map)
+  targets = targets_of(model, sparsity, allocation, custom_sparsity_map)
   if allocation == "owl":
     model.batches = map(calibration.flat_batch, batches)
   model.parts = [p for p in model.parts if targets[p.leaf] is not None]
@@ -143,8 +138,15 @@ def prune(
   return model.tree(job.leaves), model.tree(job.masks, None), report
 
 
-def _targets(model, sparsity, allocation, custom) -> dict[int, float | None]:
+def targets_of(
+  model: calibration.Model, sparsity: float, allocation: str, custom: Any
+) -> dict[int, float | None]:
   """Return the sparsity of each leaf that will be pruned."""
+  if allocation != "owl" and allocation not in DISTRIBUTIONS:
+    raise ValueError(
+      f"allocation={allocation!r} must be 'owl' or one of "
+      f"{', '.join(DISTRIBUTIONS)}"
+    )
   chosen = sorted({part.leaf for part in model.parts})
   # Keyed by whole paths, so that patterns match them as they do elsewhere.
   shapes = {

@@ -1,0 +1,100 @@
+"""Train a pruned model on the predictions of the dense one, masks fixed."""
+
+import functools
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxpruner import _leaves
+from jaxpruner.post_training import fixed_masks
+from jaxpruner.post_training.calibration import ApplyFn
+
+
+def distill(
+  apply_fn: ApplyFn,
+  params: Any,
+  masks: Any,
+  teacher: Any,
+  batches: Iterable[Any],
+  *,
+  tx: optax.GradientTransformation | None = None,
+  temperature: float = 1.0,
+  seconds: float = np.inf,
+  progress: Callable[[int, float], None] | None = None,
+) -> Any:
+  """Train a pruned model towards the dense model's predictions, masks fixed.
+
+  Each batch gives one step on the mean over the positions of
+  T² · KL(softmax(teacher / T) ‖ softmax(student / T)), the last axis being that
+  of the classes (Hinton et al., 2015). Labels are not used. Pruned weights stay
+  exactly +0.0 (`hold_masks`).
+
+  Args:
+    apply_fn: `apply_fn(params, batch) -> logits`.
+    params: the pruned parameters.
+    masks: their masks, None where dense.
+    teacher: the dense parameters.
+    batches: an iterable of batches of equal shapes; read once, so give as many
+      as there are steps.
+    tx: any Optax optimizer; by default Adam at 1e-4.
+    temperature: T.
+    seconds: no step starts after this time; the first one always runs.
+    progress: called with (steps done, loss).
+
+  Returns:
+    The trained parameters.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> params = {"w": jnp.array([[1.0, 0.0], [0.0, 0.5]])}
+    >>> masks = {"w": jnp.array([[1, 0], [0, 1]], jnp.uint8)}
+    >>> dense = {"w": jnp.array([[1.5, 0.2], [0.1, 1.0]])}
+    >>> new = distill(lambda p, x: x @ p["w"], params, masks, dense,
+    ...               [jnp.eye(2)] * 3, tx=optax.sgd(0.5))
+    >>> (new["w"] > params["w"]).tolist(), new["w"][0, 1].item()
+    ([[True, False], [False, True]], 0.0)
+  """
+  if not 0 < temperature < np.inf:
+    raise ValueError(f"temperature={temperature!r} must be positive and finite")
+  held = fixed_masks.hold_masks(optax.adam(1e-4) if tx is None else tx, masks)
+  # Copies: a step gives its arguments away.
+  params = jax.tree.map(lambda x: jnp.array(x, copy=True), params)
+  state = held.init(params)
+  step = jax.jit(
+    functools.partial(_step, apply_fn, held, temperature),
+    donate_argnums=(0, 1),
+  )
+  start = time.perf_counter()
+  done = 0
+  for batch in batches:
+    params, state, loss = step(params, state, teacher, batch)
+    done += 1
+    if progress is not None:
+      progress(done, float(loss))
+    if time.perf_counter() - start > seconds:
+      break
+  if not done:
+    raise ValueError("batches is empty; give at least one batch")
+  keep = lambda _, x, mask: x if mask is None else jnp.where(mask, x, 0)
+  return _leaves.map_masks(keep, params, masks)
+
+
+def _step(apply_fn, tx, temperature, params, state, teacher, batch):
+  goal = jax.nn.log_softmax(
+    apply_fn(teacher, batch).astype(jnp.float32) / temperature
+  )
+
+  def loss(params):
+    logits = apply_fn(params, batch).astype(jnp.float32)
+    now = jax.nn.log_softmax(logits / temperature)
+    gap = jnp.sum(jnp.exp(goal) * (goal - now), axis=-1)
+    return temperature**2 * jnp.mean(gap)
+
+  value, grads = jax.value_and_grad(loss)(params)
+  updates, state = tx.update(grads, state, params)
+  return optax.apply_updates(params, updates), state, value
