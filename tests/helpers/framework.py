@@ -204,6 +204,8 @@ def _train_with_the_hook(pruner, inner, params, grad, ends, steps, stacked):
   hook = jax.jit(pruner.pre_forward_update)
   for _ in range(steps):
     params, state = apply(grad(hook(params, state)), state, params)
+    # With many steps in flight on virtual devices, XLA may abort.
+    jax.block_until_ready((params, state))
   return _masks_of(params, state), params
 
 
