@@ -1,6 +1,7 @@
 """Change the code in small ways, and see whether a room's own tests notice.
 
     python tools/mutate.py safetensors --seconds 120
+    python tools/mutate.py safetensors --survivors
     python tools/mutate.py --list
 
 A mutation is one edit of the syntax tree: a comparison, an operator, a
@@ -8,7 +9,8 @@ constant, a condition or a statement. It is killed if the room's tests fail,
 survives if they pass. The room's files are copied with `src` into a temporary
 folder, so that the checkout never changes; mutations are drawn in an order
 that the seed decides, until the budget is spent. Scores are kept in
-`tools/mutation_scores.json`, survivors with file, line and edit.
+`tools/mutation_scores.json`, survivors with file, line and edit; with
+`--survivors` only these are tried again, after a test was written for them.
 """
 
 import argparse
@@ -234,8 +236,22 @@ def _run_in_child(source: pathlib.Path, tests: list[str]) -> NoReturn:
     os._exit(code)
 
 
-def score(room: str, seconds: float, seed: int) -> dict:
-  """Try mutations of a room until the time is spent; return its score."""
+def score(
+  room: str,
+  seconds: float,
+  count: int,
+  seed: int,
+  again: dict | None = None,
+) -> dict:
+  """Try mutations of a room until the budget is spent; return its score.
+
+  Args:
+    room: a key of `ROOMS`.
+    seconds: the time to spend.
+    count: the number of mutations to try at most.
+    seed: of their order.
+    again: a kept score; only its survivors are tried, and it is updated.
+  """
   names, tests = ROOMS[room]
   tried, survivors = 0, []
   with tempfile.TemporaryDirectory(prefix="mutate-") as folder:
@@ -245,16 +261,19 @@ def score(room: str, seconds: float, seed: int) -> dict:
       shutil.copytree(
         ROOT / "src", copy_, ignore=shutil.ignore_patterns("__pycache__")
       )
-    mutations = [
-      m for path in _files(whole / "jaxpruner", names) for m in find(path)
-    ]
-    random.Random(seed).shuffle(mutations)
+    package = whole / "jaxpruner"
+    mutations = [m for path in _files(package, names) for m in find(path)]
+    possible = len(mutations)
+    if again is None:
+      random.Random(seed).shuffle(mutations)
+    else:
+      mutations = _survivors(mutations, package, again["survivors"])
     start = time.monotonic()
     if run_tests(source, tests, 10 * seconds) != "passed":
       raise SystemExit(f"{room}: the tests fail without a mutation")
     alone = time.monotonic() - start
     end = time.monotonic() + seconds
-    for mutation in mutations:
+    for mutation in mutations[:count]:
       if time.monotonic() > end:
         break
       where = mutation.path.relative_to(whole)
@@ -262,20 +281,40 @@ def score(room: str, seconds: float, seed: int) -> dict:
       verdict = run_tests(source, tests, 60 + 5 * alone)
       shutil.copy(mutation.path, source / where)
       tried += 1
-      text = (
-        f"{where.relative_to('jaxpruner')}:{mutation.line} {mutation.kind}: "
-        f"{mutation.before}"
-      )
+      text = _text(mutation, package)
       print(f"{verdict:8} {text}", flush=True)
       if verdict == "passed":
         survivors.append(text)
+  if again is not None:
+    # Survivors that were not reached are survivors still.
+    survivors += [_text(m, package) for m in mutations[tried:]]
+    tried = again["tried"]
   return {
     "tried": tried,
     "killed": tried - len(survivors),
-    "of": len(mutations),
-    "seed": seed,
+    "of": possible,
+    "seed": seed if again is None else again["seed"],
     "survivors": sorted(survivors),
   }
+
+
+def _text(mutation: Mutation, package: pathlib.Path) -> str:
+  where = mutation.path.relative_to(package)
+  return f"{where}:{mutation.line} {mutation.kind}: {mutation.before}"
+
+
+def _survivors(
+  mutations: list[Mutation], package: pathlib.Path, texts: list[str]
+) -> list[Mutation]:
+  """Return the mutations that survived; several may read alike."""
+  found = [m for m in mutations if _text(m, package) in texts]
+  lost = set(texts) - {_text(m, package) for m in found}
+  if lost:
+    raise SystemExit(
+      f"{len(lost)} survivors are no longer in the code, such as "
+      f"{min(lost)!r}; score the room anew"
+    )
+  return found
 
 
 def _files(package: pathlib.Path, names: list[str]) -> list[pathlib.Path]:
@@ -286,19 +325,28 @@ def _files(package: pathlib.Path, names: list[str]) -> list[pathlib.Path]:
   return paths
 
 
+def _kept() -> dict:
+  return json.loads(SCORES.read_text()) if SCORES.exists() else {}
+
+
 def main() -> int:
   parser = argparse.ArgumentParser(description=__doc__)
   parser.add_argument("rooms", nargs="*", metavar="ROOM", help="; ".join(ROOMS))
   parser.add_argument("--seconds", type=float, default=600, help="per room")
+  parser.add_argument("--count", type=int, default=1000, help="per room")
   parser.add_argument("--seed", type=int, default=0, help="of the order")
+  parser.add_argument(
+    "--survivors", action="store_true", help="try kept survivors again"
+  )
   parser.add_argument("--list", action="store_true", help="show kept scores")
   args = parser.parse_args()
-  kept = json.loads(SCORES.read_text()) if SCORES.exists() else {}
   if not args.list:
     for room in args.rooms or ROOMS:
-      kept[room] = score(room, args.seconds, args.seed)
-      text = json.dumps(kept, indent=1, sort_keys=True) + "\n"
-      SCORES.write_text(text)
+      again = _kept()[room] if args.survivors else None
+      found = score(room, args.seconds, args.count, args.seed, again)
+      kept = {**_kept(), room: found}  # another process may have added rooms
+      SCORES.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n")
+  kept = _kept()
   for room, found in sorted(kept.items()):
     rate = found["killed"] / max(found["tried"], 1)
     print(

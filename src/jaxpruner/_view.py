@@ -175,7 +175,7 @@ def _key(updater: Any, leaves: list[Any], treedef: Any) -> Any:
   if not known or not (isinstance(kind, Mapping) or hasattr(kind, "mask")):
     return None
   names = ("sparsity", "filter_fn", "custom_sparsity_map")
-  fields = [fn, kind, updater.topk_fn, updater.use_packed_masks]
+  fields = [fn, kind, given_topk_fn(updater), updater.use_packed_masks]
   fields.append(updater.stacked_axis)
   fields += [getattr(updater, n) for n in names if updater.ranking == "global"]
   try:
@@ -221,8 +221,8 @@ def _checked(updater, names, leaf, kind, sparsity) -> Any:
 
 def _types(updater: Any, leaves: list[Any], among: list[Any]) -> list[Any]:
   """Return the sparsity type of each `(names, leaf)`."""
-  if updater.topk_fn is not None:
-    return [_TopKFn(updater.topk_fn)] * len(leaves)
+  if (topk_fn := given_topk_fn(updater)) is not None:
+    return [_TopKFn(topk_fn)] * len(leaves)
   kind = updater.sparsity_type
   if isinstance(kind, Mapping):
     # A pattern must match some leaf, pruned or not.
@@ -243,6 +243,11 @@ def _types(updater: Any, leaves: list[Any], among: list[Any]) -> list[Any]:
         "must return a sparsity type, such as Unstructured()"
       )
   return kinds
+
+
+def given_topk_fn(updater: Any) -> Any:
+  """Return the `topk_fn` that an updater was given, or None."""
+  return vars(updater).get("topk_fn")
 
 
 @dataclasses.dataclass(frozen=True)
