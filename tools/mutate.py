@@ -27,7 +27,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Iterator
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
@@ -196,6 +196,29 @@ def apply(mutation: Mutation) -> str:
   return ast.unparse(ast.fix_missing_locations(Replace().visit(tree)))
 
 
+class QuickestFirst:
+  """A plugin of pytest: run tests in the order of their last durations.
+
+  Most mutations are killed by a short test, and the first failure is enough.
+  """
+
+  def __init__(self, file: pathlib.Path) -> None:
+    self.file = file
+    self.took = json.loads(file.read_text()) if file.exists() else {}
+
+  def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+    items.sort(key=lambda item: self.took.get(item.nodeid, 0.0))
+
+  def pytest_runtest_logreport(self, report: Any) -> None:
+    self.took[report.nodeid] = max(
+      self.took.get(report.nodeid, 0.0), report.duration
+    )
+
+  def pytest_sessionfinish(self, exitstatus: int) -> None:
+    if not exitstatus:
+      self.file.write_text(json.dumps(self.took))
+
+
 def run_tests(source: pathlib.Path, tests: list[str], timeout: float) -> str:
   """Return "passed", "failed" or "timeout".
 
@@ -231,7 +254,9 @@ def _run_in_child(source: pathlib.Path, tests: list[str]) -> NoReturn:
     os.dup2(null, 1)
     os.dup2(null, 2)
     options = ["-x", "-q", "-n", "0", "-m", "not slow", "-p"]
-    code = int(pytest.main([*options, "no:cacheprovider", *tests]))
+    order = QuickestFirst(source.parent / "durations.json")
+    words = [*options, "no:cacheprovider", *tests]
+    code = int(pytest.main(words, plugins=[order]))
   finally:
     os._exit(code)
 
