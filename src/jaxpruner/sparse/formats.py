@@ -376,7 +376,9 @@ FORMATS: _registry.Registry[type[SparseMatrix]] = _registry.Registry(
   {
     "compact": "jaxpruner.sparse.format_compact:Compact",
     "block": "jaxpruner.sparse.format_block:Block",
+    "diagonals": "jaxpruner.sparse.format_diagonals:Diagonals",
     "nm": "jaxpruner.sparse.format_nm:NM",
+    "strided_nm": "jaxpruner.sparse.format_strided_nm:StridedNM",
     "sell": "jaxpruner.sparse.format_sell:Sell",
     "bitmask": "jaxpruner.sparse.format_bitmask:Bitmask",
   },
