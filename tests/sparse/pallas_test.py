@@ -13,7 +13,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 import jaxpruner
 from jaxpruner import sparse
-from jaxpruner.sparse.pallas import block, diagonals, strided_nm
+from jaxpruner.sparse._pallas import block, diagonals, strided_nm
 
 TPU = pltpu.InterpretParams(detect_races=True)
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}

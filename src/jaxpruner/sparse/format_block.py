@@ -254,6 +254,6 @@ class Block(formats.SparseMatrix):
 
 def _pallas() -> Any:
   """Import the kernels of TPU and GPU where a program is lowered for them."""
-  from jaxpruner.sparse.pallas import block
+  from jaxpruner.sparse._pallas import block
 
   return block

@@ -144,6 +144,6 @@ def _by_offset(matrix: np.ndarray) -> np.ndarray:
 
 def _pallas() -> Any:
   """Import the TPU kernels where a program is lowered for it."""
-  from jaxpruner.sparse.pallas import diagonals
+  from jaxpruner.sparse._pallas import diagonals
 
   return diagonals

@@ -14,7 +14,7 @@ class StridedNM(formats.SparseMatrix):
   """Store N values per group of M rows that lie `stride` rows apart.
 
   With a stride of 128, a whole register of groups is decoded by M·N selections
-  and no shuffle: `jaxpruner.sparse.pallas.strided_nm` does it on the chip, so
+  and no shuffle: `jaxpruner.sparse._pallas.strided_nm` does it on the chip, so
   that only the packed weights are read from memory. Elsewhere the product
   decodes the matrix. Make masks with `NByM(n, m, stride=128)`.
 
@@ -153,6 +153,6 @@ def decode(
 
 def _pallas() -> Any:
   """Import the TPU kernels where a program is lowered for it."""
-  from jaxpruner.sparse.pallas import strided_nm
+  from jaxpruner.sparse._pallas import strided_nm
 
   return strided_nm

@@ -21,7 +21,7 @@ Array = jax.Array
 # what a GPU's matrix unit takes.
 SIDES = {"tpu": 128, "cuda": 16}
 # Rows of the batch per program.
-TILES = {"tpu": 256, "cuda": 64}
+TILES = {"tpu": 512, "cuda": 64}
 _LEAST_TILE = 16
 
 

@@ -6,6 +6,7 @@ selection per member and stored value, without a shuffle.
 """
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -18,8 +19,9 @@ from jaxpruner.sparse.format_strided_nm import unpack
 Array = jax.Array
 
 _LANES = 128
-_TILE, _LEAST_TILE = 256, 16
-_COLUMNS = 256
+# Rows and columns of the result per program: larger ones read less often.
+TILE, _LEAST_TILE = 512, 16
+COLUMNS = 512
 
 
 def supports(values: Any) -> bool:
@@ -65,7 +67,7 @@ def product(
   """
   tile, x = _tiles(x)
   runs, n, stride, cols = values.shape
-  width = _COLUMNS if cols % _COLUMNS == 0 else _LANES
+  width = math.gcd(cols, COLUMNS)
   run, col = (1, 2) if back else (2, 1)  # which axis of the grid is which
   group = m * stride
   inside = (
@@ -144,7 +146,7 @@ def at_values(
 
 def _tiles(x: Array) -> tuple[int, Array]:
   """Return the rows per program, and x padded to whole tiles."""
-  tile = min(_TILE, pl.next_power_of_2(max(len(x), _LEAST_TILE)))
+  tile = min(TILE, pl.next_power_of_2(max(len(x), _LEAST_TILE)))
   return tile, jnp.pad(x, [(0, -len(x) % tile), (0, 0)])
 
 
