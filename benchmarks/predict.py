@@ -96,11 +96,11 @@ def main() -> None:
   print(table)
   if arguments.write:
     path = page.RESULTS / "accelerators.md"
-    start, end = "<!-- predictions -->\n\n", "\n<!-- end -->"
-    text = path.read_text()
-    before, _, rest = text.partition(start)
+    start, end = "<!-- predictions -->", "<!-- end -->"
+    before, _, rest = path.read_text().partition(start)
     after = rest.partition(end)[2]
-    path.write_text(before + start + table + end + after)
+    parts = [before, start, f"\n\n{table}\n\n", end, after]
+    path.write_text("".join(parts))
 
 
 if __name__ == "__main__":

@@ -70,12 +70,8 @@ def product(
   width = math.gcd(cols, COLUMNS)
   run, col = (1, 2) if back else (2, 1)  # which axis of the grid is which
   group = m * stride
-  inside = (
-    _spec((tile, width), 0, col) if back else _spec((tile, group), 0, run)
-  )
-  result = (
-    _spec((tile, group), 0, run) if back else _spec((tile, width), 0, col)
-  )
+  by_row, by_column = ((tile, group), 0, run), ((tile, width), 0, col)
+  inside, result = (by_column, by_row) if back else (by_row, by_column)
   sizes = {0: len(x) // tile, run: runs, col: cols // width}
   return pl.pallas_call(
     functools.partial(_kernel, m=m, back=back, steps=sizes[2]),
@@ -83,12 +79,12 @@ def product(
       num_scalar_prefetch=0,
       grid=tuple(sizes[i] for i in range(3)),
       in_specs=[
-        inside,
+        _spec(*inside),
         _spec((1, n, stride, width), run, None, None, col),
         _spec((1, n, indices.shape[2], width), run, None, None, col),
       ],
-      out_specs=result,
-      scratch_shapes=[pltpu.VMEM(result.block_shape, jnp.float32)],
+      out_specs=_spec(*result),
+      scratch_shapes=[pltpu.VMEM(result[0], jnp.float32)],
     ),
     out_shape=jax.ShapeDtypeStruct(
       (len(x), runs * group if back else cols), x.dtype
