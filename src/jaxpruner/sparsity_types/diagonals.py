@@ -17,7 +17,7 @@ class Diagonals(base.SparsityType):
   with K > N, the weights (n + d modulo K, n). So each has min(K, N) weights,
   and a product with one is a rotation and an elementwise product: no index per
   weight (Tyagi et al., "Dynamic Sparse Training of Diagonally Sparse Networks",
-  2025). A diagonal's score is the sum of its weights' scores.
+  2025). A diagonal's score is the mean of its weights' scores.
 
   Example:
     >>> scores = jnp.array([[1.0, 5.0, 0.0], [0.0, 1.0, 5.0], [5.0, 0.0, 1.0]])
@@ -36,12 +36,12 @@ class Diagonals(base.SparsityType):
     return math.prod(shape[:-2]) * max(shape[-2:])
 
   def pool(self, scores: base.Array) -> base.Array:
-    """Sum the scores along each diagonal."""
+    """Average the scores along each diagonal."""
     wide = _wide(scores)
     short, long = wide.shape[-2:]
     at = (jnp.arange(short)[:, None] + jnp.arange(long)) % long
     rows = jnp.take_along_axis(wide, jnp.broadcast_to(at, wide.shape), axis=-1)
-    return base.pairwise_sum(rows, -2)
+    return base.pairwise_sum(rows, -2) / short
 
   def expand(self, units: base.Array, shape: base.Shape) -> base.Array:
     """Spread the chosen diagonals over the matrix."""
