@@ -1,6 +1,6 @@
 """The updater: configuration, and the hooks that algorithms share.
 
-`_transform` holds the training step, which calls the hooks.
+`updater.transform` holds the training step, which calls the hooks.
 """
 
 import dataclasses
@@ -15,16 +15,16 @@ import optax
 from jaxpruner import (
   _leaves,
   _legacy,
-  _ranking,
-  _transform,
-  _view,
   engine,
   mask_calculator,
   sparsity_distributions,
   sparsity_schedules,
   sparsity_types,
 )
-from jaxpruner._state import (
+from jaxpruner.updater import at_once, checks, prunable, ranking, transform
+from jaxpruner.updater.masks import new_tally, replace_masks
+from jaxpruner.updater.prunable import UNSET, Prunable
+from jaxpruner.updater.state import (
   Array,
   Category,
   Masks,
@@ -36,13 +36,10 @@ from jaxpruner._state import (
   find_state,
   frozen,
   masked_forward,
-  new_tally,
   params_key,
   refuse_nan,
-  replace_masks,
   seed_data,
 )
-from jaxpruner._view import UNSET
 
 __all__ = [
   "UNSET",
@@ -148,9 +145,9 @@ class BaseUpdater:
         break
 
   def __post_init__(self):
-    _view.check_fields(self)
+    checks.check_fields(self)
     if self.ranking == "global":
-      _ranking.check_fields(self)
+      ranking.check_fields(self)
 
   def __eq__(self, other: object) -> bool:
     if not isinstance(other, BaseUpdater) or type(self) is not type(other):
@@ -510,7 +507,7 @@ class BaseUpdater:
       4.0
     """
     state = find_state(opt_state)
-    _transform.check_made_by(self, params, state)
+    checks.check_made_by(self, params, state)
     return self.apply_masks(params, state.masks)
 
   # --- methods that an algorithm may call ----------------------------------
@@ -540,7 +537,7 @@ class BaseUpdater:
       >>> optax.apply_updates(params, updates).tolist()
       [[2.5, 0.0, 0.0, -4.5]]
     """
-    return _transform.wrap(self, inner)
+    return transform.wrap(self, inner)
 
   def init_state(self, params: PyTree) -> SparseState:
     """Return the state of step 0, without the state of an optimizer.
@@ -632,17 +629,17 @@ class BaseUpdater:
         "grads="
       )
     view = self.view(params)
-    taken = _transform.accepted(self.calculate_scores, extra)
+    taken = transform.accepted(self.calculate_scores, extra)
     if len(taken) < len(extra):
       raise TypeError(
         f"instant_sparsify: {name}.calculate_scores takes no "
         f"{', '.join(sorted(extra.keys() - taken.keys()))}; leave it out, or "
         "name it in the signature"
       )
-    masks = None if extra else _view.select_at_once(self, view, grads)
+    masks = None if extra else at_once.select_at_once(self, view, grads)
     if masks is None:
       scores = self._calculate(params, grads=grads, **extra)
-      _view.check_scores(self, view, scores)
+      checks.check_scores(self, view, scores)
       masks = self.create_masks(scores, view.put(None, view.targets))
     entries = _leaves.align(params, masks)
     stored = view.store(view.split(entries))
@@ -698,7 +695,7 @@ class BaseUpdater:
     """
     if is_packed is None:
       is_packed = self.use_packed_masks
-    _transform.check_masks(params, masks, is_packed)
+    checks.check_masks(params, masks, is_packed)
     return _leaves.map_masks(
       lambda _, param, mask: apply_mask(param, mask, is_packed), params, masks
     )
@@ -722,7 +719,7 @@ class BaseUpdater:
     return view.put(None, view.targets)
 
   def sparsities_at(
-    self, view: _leaves.Prunable, state: SparseState, step: Any
+    self, view: Prunable, state: SparseState, step: Any
   ) -> list[Any]:
     """Return the sparsity of each prunable leaf at a step.
 
@@ -794,9 +791,7 @@ class BaseUpdater:
     pairs = zip(leaves, floating, strict=True)
     return treedef.unflatten([next(drawn) if f else x for (_, x), f in pairs])
 
-  def view(
-    self, params: PyTree, targets: Sparsities = None
-  ) -> _leaves.Prunable:
+  def view(self, params: PyTree, targets: Sparsities = None) -> Prunable:
     """Return the prunable leaves of a tree; algorithms handle only these.
 
     Args:
@@ -814,7 +809,7 @@ class BaseUpdater:
       >>> view.names, view.targets, view.put(None, ["mask"])
       ((('w',),), (0.5,), {'b': None, 'w': 'mask'})
     """
-    return _view.build(self, params, targets)
+    return prunable.build(self, params, targets)
 
   def explain(self, params: PyTree) -> list[str]:
     """Return, per leaf, why it is pruned or not; `sparsity_table` shows it.
@@ -831,14 +826,14 @@ class BaseUpdater:
       >>> pruner.explain({"w": jnp.ones((2, 2)), "b": jnp.ones(2)})
       ['a vector', 'a weight of 2 dimensions']
     """
-    return _view.reasons(self, params)
+    return prunable.reasons(self, params)
 
   # --- internal methods ----------------------------------------------------
 
   def _distribute(self, params: PyTree) -> Sparsities:
     """Return the target sparsity of each leaf, unchecked."""
     if self.ranking == "global":
-      return _ranking.distribute(self, params)
+      return ranking.distribute(self, params)
     if self.sparsity_distribution_fn is None:
       return None
     return self.sparsity_distribution_fn(params)
@@ -848,12 +843,12 @@ class BaseUpdater:
     try:
       return self.calculate_scores(params, **options)
     except TypeError as error:
-      _view.blame_keys(params, error)
+      checks.blame_keys(params, error)
       raise
 
   def _scores(self, view, state, grads, extra) -> list[Any]:
     """Return the scores of the prunable leaves, cheap ones as expressions."""
-    extra = _transform.accepted(self.calculate_scores, extra)
+    extra = transform.accepted(self.calculate_scores, extra)
     scores = engine.defer(
       lambda p, s, g: self._calculate(p, sparse_state=s, grads=g, **extra),
       view.params,
@@ -877,7 +872,7 @@ class BaseUpdater:
     """Return the selection of the highest scores, arrays or expressions."""
     refuse_nan(list(zip(view.names, scores, strict=True)))
     if self.ranking == "global":
-      return _ranking.select_globally(self, view, scores, sparsities)
+      return ranking.select_globally(self, view, scores, sparsities)
     return sparsity_types.select_masks(
       view.kinds, scores, sparsities, hint, view.stacks
     )
@@ -886,7 +881,7 @@ class BaseUpdater:
     shrink = self.continue_sparse and not self.regrows
     return replace_masks(view, state, masks, finite, shrink)
 
-  def _hidden(self, view: _leaves.Prunable) -> PyTree:
+  def _hidden(self, view: Prunable) -> PyTree:
     """Return copies of the weights that params will not show as they are."""
     if not self.hides:
       return _leaves.ABSENT

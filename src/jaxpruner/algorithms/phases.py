@@ -8,8 +8,9 @@ import jax.core
 import jax.numpy as jnp
 import optax
 
-from jaxpruner import _leaves, _transform, base_updater
-from jaxpruner._state import count_changes
+from jaxpruner import _leaves, base_updater
+from jaxpruner.updater import transform
+from jaxpruner.updater.masks import count_changes
 
 
 def chain(*phases: tuple[int, base_updater.BaseUpdater]) -> "Chain":
@@ -155,8 +156,8 @@ class Chain(base_updater.BaseUpdater):
     wide = [jnp.float32] if self.hides else []
 
     def init_fn(params):
-      if _transform.is_placeholder(params):
-        return _transform.placeholders(self, inner, params)
+      if transform.is_placeholder(params):
+        return transform.placeholders(self, inner, params)
       state = self.init_state(params)
       inner_state = inner.init(self.dense_params(params, state))
       return state._replace(inner_state=inner_state)

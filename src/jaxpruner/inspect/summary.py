@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpruner import _leaves, _tools, mask_calculator
-from jaxpruner._state import find_state
+from jaxpruner.updater.state import find_state
 
 PyTree: TypeAlias = Any
 

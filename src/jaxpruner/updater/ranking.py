@@ -20,8 +20,8 @@ from jaxpruner import (
   sparsity_distributions,
   sparsity_types,
 )
-from jaxpruner._leaves import Prunable, PyTree
-from jaxpruner._view import UNSET
+from jaxpruner._leaves import PyTree
+from jaxpruner.updater.prunable import UNSET, Prunable
 
 
 def check_fields(updater: Any) -> None:

@@ -2,7 +2,6 @@
 
 import functools
 import inspect
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -12,9 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxpruner import _leaves, _moments, engine, sparsity_schedules
-from jaxpruner._leaves import PyTree, is_absent
-from jaxpruner._state import SparseState, check_fit, count_changes
+from jaxpruner import _leaves, engine
+from jaxpruner._leaves import PyTree
+from jaxpruner.updater import checks, moments
+from jaxpruner.updater.masks import count_changes
+from jaxpruner.updater.state import SparseState
 
 # What a mask update changes; the optimizer's state is not part of it.
 _CHANGING = ("stored_masks", "skipped", "explored", "tally")
@@ -37,7 +38,7 @@ def wrap(
       f"wrap_optax: inner={inner!r} must be an Optax transformation, such "
       "as optax.adam(1e-3)"
     )
-  _warn_if_never_updates(updater)
+  checks.warn_if_never_updates(updater)
   inner = optax.with_extra_args_support(inner)
 
   def init(params: PyTree) -> SparseState:
@@ -45,11 +46,11 @@ def wrap(
       return placeholders(updater, inner, params)
     state = updater.init_state(params)
     inner_state = inner.init(updater.dense_params(params, state))
-    _warn_if_moments_stay(updater, inner_state, params, state.masks)
+    checks.warn_if_moments_stay(updater, inner_state, params, state.masks)
     return state._replace(inner_state=inner_state)
 
   def update(updates, state, params: Any = None, **extra):
-    state = _checked(updater, updates, state, params)
+    state = checks.checked(updater, updates, state, params)
     shown, params = params, updater.dense_params(params, state)
     grads = updater.backward(updates, state, params)
     if updater.master_dtype is not None:
@@ -119,7 +120,7 @@ def _new_masks(updater, due, state, params, grads, extra) -> SparseState:
     old = state._replace(**fields)
     options = accepted(updater.update_state, extra)
     new = updater.update_state(old, params, grads, **options)
-    _check_structure(updater, old, new)
+    checks.check_structure(updater, old, new)
     view = updater.view(params)
     new = count_changes(view, old, new.without_none(), updater.regrows)
     return {name: getattr(new, name) for name in names}
@@ -167,8 +168,8 @@ def _optimize(updater, inner, step, state, params, rest):
   if updater.regrows:
     # Some moments start at the parameter: that of a pruned one is zero.
     fresh = inner.init(updater.apply_masks(params, state.masks))
-  keep = _moments.keepers(state.inner_state, params, masks, fresh, rest)
-  updates, inner_state = _moments.update(step, state.inner_state, keep)
+  keep = moments.keepers(state.inner_state, params, masks, fresh, rest)
+  updates, inner_state = moments.update(step, state.inner_state, keep)
   if rest is not False:
     still = lambda u: jnp.where(rest, jnp.zeros_like(u), u)
     updates = jax.tree.map(still, updates)
@@ -198,117 +199,3 @@ def accepted(
   """
   names = _named(getattr(method, "__func__", method)) if extra else None
   return {k: v for k, v in extra.items() if names is None or k in names}
-
-
-def check_masks(
-  params: PyTree, masks: PyTree, is_packed: bool, targets: PyTree = None
-) -> None:
-  """Raise if a mask does not fit its parameter, or is missing."""
-  for (names, param), mask, target in zip(
-    _leaves.flatten_with_names(params)[0],
-    _leaves.align(params, masks),
-    _leaves.align(params, targets, "target_sparsities"),
-    strict=True,
-  ):
-    if mask is not None:
-      check_fit(mask, param.shape, is_packed, _leaves.join(names))
-    elif target is not None:
-      raise ValueError(
-        f"params leaf {_leaves.join(names)!r}: the state holds a target "
-        "sparsity but no mask; restore checkpoints into the structure that "
-        "tx.init(params) gives"
-      )
-
-
-def check_made_by(updater: Any, params: PyTree, state: SparseState) -> None:
-  """Raise if another configuration made a state.
-
-  Its masks must be those of the updater's prunable leaves, which is known while
-  tracing too. Target sparsities are compared outside `jit`, where their values
-  are known.
-  """
-  if updater.category.start == "dense" or is_absent(state.target_sparsities):
-    return
-  view, name = updater.view(params), type(updater).__name__
-  cure = (
-    "the state was made under another configuration: restore it with the "
-    "pruner that made it, or call tx.init(params) with continue_sparse=True "
-    "to go on from its zeros"
-  )
-  for i, mask in enumerate(_leaves.align(params, state.masks)):
-    if (mask is not None) != (i in view.places):
-      raise ValueError(
-        f"params leaf {_leaves.join(view.among[i])!r}: the state "
-        f"{'holds no mask, but' if mask is None else 'holds a mask, but not'} "
-        f"{name} prunes it; {cure}"
-      )
-  stored = view.of(state.target_sparsities, "target_sparsities")
-  for names, wanted, found in zip(
-    view.names, view.targets, stored, strict=True
-  ):
-    known = isinstance(wanted, float) and np.ndim(found) == 0
-    if known and not isinstance(found, jax.core.Tracer):
-      if abs(float(found) - wanted) > 1e-6:
-        raise ValueError(
-          f"params leaf {_leaves.join(names)!r}: the state's target sparsity "
-          f"is {float(found):g}, that of {name} is {wanted:g}; {cure}"
-        )
-
-
-def _checked(updater, grads, state, params) -> SparseState:
-  """Return the state, or raise if the arguments of `update` do not fit."""
-  if params is None:
-    raise ValueError(
-      f"{type(updater).__name__}.wrap_optax(…).update needs params: call "
-      "tx.update(grads, opt_state, params)"
-    )
-  state = state.without_none()
-  check_masks(
-    params, state.masks, updater.use_packed_masks, state.target_sparsities
-  )
-  check_made_by(updater, params, state)
-  if updater.is_sparse_gradients or "gradients" in updater.needs:
-    _leaves.align(params, grads, "grads")  # raises where they differ
-  if updater.hides and is_absent(state.hidden) and jax.tree.leaves(state.masks):
-    raise ValueError(
-      f"the state holds no hidden weights, which {type(updater).__name__} "
-      "trains; restore it into the structure that tx.init(params) gives"
-    )
-  return state
-
-
-def _check_structure(updater: Any, old: SparseState, new: Any) -> None:
-  shape = lambda state: jax.tree.structure(state.without_none())
-  given, got = shape(old), shape(new)
-  if got != given:
-    raise ValueError(
-      f"{type(updater).__name__}.update_state must return a SparseState of the "
-      f"structure it was given; got {got}, not {given}"
-    )
-
-
-def _warn_if_never_updates(updater: Any) -> None:
-  if (
-    isinstance(updater.scheduler, sparsity_schedules.NoUpdateSchedule)
-    and not updater.reselects
-    and (updater.category.start == "dense-to-sparse" or updater.regrows)
-  ):
-    warnings.warn(
-      f"{type(updater).__name__} will never change its masks: its scheduler is "
-      "NoUpdateSchedule; pass scheduler=jaxpruner.sparsity_schedules."
-      + ("PeriodicSchedule(…)" if updater.regrows else "PolynomialSchedule(…)"),
-      stacklevel=4,
-    )
-
-
-def _warn_if_moments_stay(updater, inner_state, params, masks) -> None:
-  if not updater.regrows:
-    return
-  stay = _moments.unmatched(inner_state, params, _leaves.align(params, masks))
-  if stay:
-    warnings.warn(
-      f"{type(updater).__name__}: the optimizer keeps shared statistics "
-      f"({stay[0]} and {len(stay) - 1} more) that belong to no single "
-      "weight; they are not reset when a weight grows",
-      stacklevel=4,
-    )
