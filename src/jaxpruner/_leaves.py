@@ -108,13 +108,13 @@ def is_absent(node: Any) -> bool:
 is_dense = is_absent
 
 
-def show(tree: PyTree) -> PyTree:
+def with_none(tree: PyTree) -> PyTree:
   """Return a tree of a state with `None` where it holds nothing."""
   clear = lambda node: None if is_absent(node) else node
   return jax.tree.map(clear, tree, is_leaf=is_absent)
 
 
-def hide(tree: PyTree) -> PyTree:
+def without_none(tree: PyTree) -> PyTree:
   """Return a tree as a state holds it: `ABSENT` in the place of `None`."""
   clear = lambda node: ABSENT if is_absent(node) else node
   return jax.tree.map(clear, tree, is_leaf=is_absent)
@@ -155,9 +155,9 @@ def fill(tree: PyTree, entries: list[Any]) -> PyTree:
     leaves, inside = jax.tree.flatten(node)
     own = [next(left) for _ in leaves]
     if len(own) != 1:
-      filled.append(inside.unflatten(map(hide, own)))
+      filled.append(inside.unflatten(map(without_none, own)))
     elif is_absent(own[0]) or np.shape(own[0]) != np.shape(leaves[0]):
-      filled.append(hide(own[0]))
+      filled.append(without_none(own[0]))
     else:
       filled.append(inside.unflatten(own))
   return treedef.unflatten(filled)

@@ -17,12 +17,8 @@ from jaxpruner.kept import growth as growing
 from jaxpruner.kept.layouts import Layout
 from jaxpruner.program.owners import Owners, per_weight
 from jaxpruner.updater import checks, moments
-from jaxpruner.updater.state import (
-  SparseState,
-  find_only,
-  params_key,
-  seed_data,
-)
+from jaxpruner.updater.seeds import params_key
+from jaxpruner.updater.state import SparseState, find_only, seed_data
 
 PyTree = Any
 

@@ -12,9 +12,10 @@ import numpy as np
 from jaxpruner import _leaves, sparsity_schedules
 from jaxpruner._leaves import PyTree, is_absent
 from jaxpruner.sparsity_distributions import stacking
-from jaxpruner.updater import moments
+from jaxpruner.updater import hidden, moments
 from jaxpruner.updater.prunable import Prunable
-from jaxpruner.updater.state import SparseState, check_fit, check_seed
+from jaxpruner.updater.seeds import check_seed
+from jaxpruner.updater.state import SparseState, check_fit
 
 
 def check_fields(updater: Any) -> None:
@@ -154,7 +155,7 @@ def check_made_by(updater: Any, params: PyTree, state: SparseState) -> None:
   for i, mask in enumerate(_leaves.align(params, state.masks)):
     if (mask is not None) != (i in view.places):
       raise ValueError(
-        f"params leaf {_leaves.join(view.among[i])!r}: the state "
+        f"params leaf {_leaves.join(view.all_names[i])!r}: the state "
         f"{'holds no mask, but' if mask is None else 'holds a mask, but not'} "
         f"{name} prunes it; {cure}"
       )
@@ -185,7 +186,8 @@ def checked(updater, grads, state, params) -> SparseState:
   check_made_by(updater, params, state)
   if updater.is_sparse_gradients or "gradients" in updater.needs:
     _leaves.align(params, grads, "grads")  # raises where they differ
-  if updater.hides and is_absent(state.hidden) and jax.tree.leaves(state.masks):
+  hides = hidden.hides(updater) and jax.tree.leaves(state.masks)
+  if hides and is_absent(state.hidden):
     raise ValueError(
       f"the state holds no hidden weights, which {type(updater).__name__} "
       "trains; restore it into the structure that tx.init(params) gives"

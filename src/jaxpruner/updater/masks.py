@@ -114,6 +114,22 @@ def _count_each(view: Prunable, masks: Masks) -> Array:
   return jnp.concatenate([jnp.atleast_1d(count) for count in counts])
 
 
+def hold_at_zero(
+  updater: Any, updates: Any, state: SparseState, params: Any
+) -> Any:
+  """Return updates whose sums with pruned weights are exactly +0.0."""
+
+  def hold(_, param, update, mask):
+    if mask is None:
+      return update
+    dtype = jnp.promote_types(param.dtype, update.dtype)
+    mask = _leaves.unpack(mask, param) if updater.use_packed_masks else mask
+    return jnp.where(mask, update.astype(dtype), -param.astype(dtype))
+
+  updates = _leaves.like(params, updates, "updates")
+  return _leaves.map_masks(hold, params, updates, state.masks)
+
+
 def new_tally(view: Prunable, masks: Masks, tracked: bool) -> Tally:
   """Return the counts before the first update.
 

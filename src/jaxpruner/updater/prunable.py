@@ -36,7 +36,7 @@ class Prunable(NamedTuple):
     params: the parameters.
     packed: whether stored masks hold one bit per weight.
     places: index of each prunable leaf among all leaves.
-    among: paths of all leaves, and of slices in the place of stacked ones.
+    all_names: paths of all leaves, and of slices in the place of stacked ones.
     cuts: where in the leaf a slice lies; None for a leaf that is no stack.
   """
 
@@ -46,7 +46,7 @@ class Prunable(NamedTuple):
   params: PyTree
   packed: bool
   places: tuple[int, ...]
-  among: tuple[Names, ...]
+  all_names: tuple[Names, ...]
   cuts: tuple[Any, ...]
 
   @property
@@ -97,17 +97,22 @@ class Prunable(NamedTuple):
       for i, found in parts.items()
     }
 
-  def of(self, tree: PyTree, name: str = "masks") -> list[Any]:
+  def of(
+    self, tree: PyTree, name: str = "masks", packed: bool | None = None
+  ) -> list[Any]:
     """Return a tree's entries for the prunable leaves, masks unpacked.
 
     Args:
       tree: a tree like the parameters: gradients, moments, scores, or masks as
         a state stores them. It may hold `None` where a leaf stays dense.
       name: what an error calls the tree.
+      packed: whether uint8 entries are packed masks; by default as a state
+        stores them.
 
     Returns:
       A list, one entry per prunable leaf.
     """
+    packed = self.packed if packed is None else packed
     entries = _leaves.align(self.params, tree, name)
     leaves = jax.tree.leaves(self.params)
     for place, names in dict(zip(self.places, self.names, strict=True)).items():
@@ -117,7 +122,7 @@ class Prunable(NamedTuple):
           f"pruned; pass the {name} of all params"
         )
       # All prunable leaves are floats, so packed uint8 entries are masks.
-      if self.packed and getattr(entries[place], "dtype", None) == jnp.uint8:
+      if packed and getattr(entries[place], "dtype", None) == jnp.uint8:
         entries[place] = _leaves.unpack(entries[place], leaves[place])
     return self.split(entries)
 
@@ -238,7 +243,7 @@ def build(updater: Any, params: PyTree, targets: PyTree = None) -> Prunable:
     params=None,
     packed=updater.use_packed_masks,
     places=tuple(homes[i] for i in chosen),
-    among=tuple(names for names, _ in leaves),
+    all_names=tuple(names for names, _ in leaves),
     cuts=tuple(cuts[i] for i in chosen),
   )
   if key is not None:
@@ -267,7 +272,7 @@ def reasons(updater: Any, params: PyTree) -> list[str]:
     options = vars(updater)
   known = updater.ranking == "global" or fn is UNSET
   known |= getattr(fn, "func", None) in _KNOWN
-  known &= type(updater)._distribute.__module__ == "jaxpruner.base_updater"
+  known &= updater.targets_by_shape
   if known:
     filter_fn = options.get("filter_fn", sparsity_distributions.default_filter)
     custom = options.get("custom_sparsity_map")
@@ -312,7 +317,7 @@ def cache_key(updater: Any, leaves: list[Any], treedef: Any) -> Any:
   fn, kind = updater.sparsity_distribution_fn, updater.sparsity_type
   known = fn is None or fn is UNSET
   known |= isinstance(fn, functools.partial) and fn.func in _KNOWN
-  known &= type(updater)._distribute.__module__ == "jaxpruner.base_updater"
+  known &= updater.targets_by_shape
   if not known or not (isinstance(kind, Mapping) or hasattr(kind, "mask")):
     return None
   names = ("sparsity", "filter_fn", "custom_sparsity_map")
@@ -360,15 +365,15 @@ def _checked(updater, names, leaf, kind, sparsity) -> Any:
   return sparsity
 
 
-def _types(updater: Any, leaves: list[Any], among: list[Any]) -> list[Any]:
+def _types(updater: Any, leaves: list[Any], all_names: list[Any]) -> list[Any]:
   """Return the sparsity type of each `(names, leaf)`."""
   if updater.topk_fn is not None:
     return [_TopKFn(updater.topk_fn)] * len(leaves)
   kind = updater.sparsity_type
   if isinstance(kind, Mapping):
     # A pattern must match some leaf, pruned or not.
-    keys = _leaves.match_patterns(kind, among, "sparsity_type")
-    table = dict(zip(among, keys, strict=True))
+    keys = _leaves.match_patterns(kind, all_names, "sparsity_type")
+    table = dict(zip(all_names, keys, strict=True))
     default = sparsity_types.Unstructured()
     return [
       default if table[names] is None else kind[table[names]]

@@ -13,7 +13,6 @@ import numpy as np
 
 from jaxpruner import _leaves, engine
 from jaxpruner._leaves import ABSENT
-from jaxpruner.engine.draw import draw  # noqa: F401
 
 Array: TypeAlias = jax.Array
 PyTree: TypeAlias = Any
@@ -172,19 +171,21 @@ class SparseState(_Fields):
 
   @property
   def masks(self) -> Masks:
-    return _leaves.show(self.stored_masks)
+    return _leaves.with_none(self.stored_masks)
 
   def _replace(  # pyright: ignore[reportIncompatibleMethodOverride]
     self, **fields: Any
   ) -> "SparseState":
     if "masks" in fields:
-      fields["stored_masks"] = _leaves.hide(fields.pop("masks"))
+      fields["stored_masks"] = _leaves.without_none(fields.pop("masks"))
     replaced: Any = _Fields._replace(self, **fields)
     return replaced
 
   def without_none(self) -> "SparseState":
     """Return the state with `ABSENT` for every `None` a user wrote into it."""
-    fields = {name: _leaves.hide(getattr(self, name)) for name in self._fields}
+    fields = {
+      name: _leaves.without_none(getattr(self, name)) for name in self._fields
+    }
     return self._replace(**fields | {"inner_state": self.inner_state})
 
 
@@ -324,48 +325,6 @@ def seed_data(seed: Any) -> Array:
   if jnp.issubdtype(seed.dtype, jax.dtypes.prng_key):
     return jax.random.key_data(seed)
   return jnp.asarray(seed, jnp.uint32)
-
-
-def check_seed(seed: Any) -> None:
-  """Raise an error if a seed is neither an int nor a key.
-
-  The check does not start a JAX backend.
-  """
-  dtype = getattr(seed, "dtype", None)
-  is_key = dtype is not None and (
-    jnp.issubdtype(dtype, jax.dtypes.prng_key) or dtype == np.uint32
-  )
-  if not is_key and (isinstance(seed, bool) or not isinstance(seed, int)):
-    raise ValueError(
-      f"rng_seed={seed!r} must be an integer or a jax.random key"
-    )
-
-
-def params_key(params: PyTree) -> Array:
-  """Derive key data from the parameters, so that vmapped seeds differ.
-
-  Integer sums wrap around and do not depend on the order: the key does not
-  depend on how the parameters are sharded.
-  """
-  leaves = jax.tree.leaves(params)
-  return _key_of(
-    [
-      leaf
-      for leaf in leaves
-      if jnp.issubdtype(jnp.result_type(leaf), jnp.floating)
-    ]
-  )
-
-
-@jax.jit
-def _key_of(leaves: list[Array]) -> Array:
-  total = jnp.zeros([], jnp.uint32)
-  for leaf in leaves:
-    bits = jax.lax.bitcast_convert_type(
-      jnp.asarray(leaf).astype(jnp.float32), jnp.uint32
-    )
-    total = total * 31 + jnp.sum(bits, dtype=jnp.uint32)
-  return jax.random.key_data(jax.random.key(total))
 
 
 def refuse_nan(leaves: list[tuple[_leaves.Names, Any]]) -> None:

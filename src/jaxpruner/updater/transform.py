@@ -1,8 +1,5 @@
 """The step of `wrap_optax`: scores, masks, optimizer, zeros, state."""
 
-import functools
-import inspect
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,7 +10,7 @@ import optax
 
 from jaxpruner import _leaves, engine
 from jaxpruner._leaves import PyTree
-from jaxpruner.updater import checks, moments
+from jaxpruner.updater import checks, hidden, moments, selecting
 from jaxpruner.updater.masks import count_changes
 from jaxpruner.updater.state import SparseState
 
@@ -25,6 +22,9 @@ def wrap(
   updater: Any, inner: optax.GradientTransformation
 ) -> optax.GradientTransformationExtraArgs:
   """Return `inner`, its updates confined to the sparse set of an updater.
+
+  A step: scores, masks, optimizer, zeros held, state. `weights` are the ones
+  that are trained: `params`, unless the state hides others behind them.
 
   Args:
     updater: a `BaseUpdater`.
@@ -51,60 +51,32 @@ def wrap(
 
   def update(updates, state, params: Any = None, **extra):
     state = checks.checked(updater, updates, state, params)
-    shown, params = params, updater.dense_params(params, state)
-    grads = updater.backward(updates, state, params)
+    weights = updater.dense_params(params, state)
+    grads = updater.backward(updates, state, weights)
     if updater.master_dtype is not None:
-      grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
-    state = updater.on_gradients(state, params, grads).without_none()
+      grads = jax.tree.map(lambda g, w: g.astype(w.dtype), grads, weights)
+    state = updater.on_gradients(state, weights, grads).without_none()
     due = updater.scheduler.is_mask_update_iter(state.count)
     if not updater.reselects:
-      state = _new_masks(updater, due, state, params, grads, extra)
-    seen = updater.prepare_gradients(grads, state, params)
-    step = lambda old: inner.update(seen, old, params, **extra)
+      state = _new_masks(updater, due, state, weights, grads, extra)
+    seen = updater.prepare_gradients(grads, state, weights)
+    step = lambda old: inner.update(seen, old, weights, **extra)
     rest = updater.skip_gradients and due
-    updates, inner_state = _optimize(updater, inner, step, state, params, rest)
-    updates = updater.hold_zeros(updates, state, params)
+    updates, inner_state = _optimize(updater, inner, step, state, weights, rest)
+    updates = updater.hold_zeros(updates, state, weights)
     count = optax.safe_increment(state.count)
     state = state._replace(inner_state=inner_state, count=count)
-    if updater.reselects or updater.hides:
-      updates = _leaves.like(params, updates, "updates")
-      moved = optax.apply_updates(params, updates)
-      if updater.reselects:
-        state = _new_masks(updater, True, state, moved, grads, extra)
-      if updater.hides:
-        updates, state = _hide(updater, updates, state, shown, moved)
+    if not (updater.reselects or hidden.hides(updater)):
+      return updates, state
+    updates = _leaves.like(weights, updates, "updates")
+    moved = optax.apply_updates(weights, updates)
+    if updater.reselects:
+      state = _new_masks(updater, True, state, moved, grads, extra)
+    if hidden.hides(updater):
+      return hidden.show(updater, updates, state, params, moved)
     return updates, state
 
   return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _hide(updater, updates, state, params, moved) -> tuple[Any, SparseState]:
-  """Return the updates from the present to the next masked params.
-
-  The state takes the dense weights `moved`. The difference is taken in float32
-  and is exact if a weight changes by less than a factor of two, is masked or
-  returns. Else params may show the next weight rounded in its last bit, which
-  counts as a change from outside: the next step starts from the rounded weight.
-  """
-  seen = _leaves.align(params, updater.forward(moved, state))
-  olds = _leaves.align(params, state.hidden)
-  news, found = [], []
-  for p, u, w, s, old in zip(
-    jax.tree.leaves(params),
-    _leaves.align(params, updates),
-    jax.tree.leaves(moved),
-    seen,
-    olds,
-    strict=True,
-  ):
-    if old is not None:
-      dtype = jnp.promote_types(jnp.promote_types(p.dtype, u.dtype), "float32")
-      u = s.astype(p.dtype).astype(dtype) - p.astype(dtype)
-    found.append(u)
-    news.append(old if old is None else w)
-  hidden = _leaves.fill(params, news)
-  updates = jax.tree.structure(params).unflatten(found)
-  return updates, state._replace(hidden=hidden)
 
 
 def _new_masks(updater, due, state, params, grads, extra) -> SparseState:
@@ -118,7 +90,7 @@ def _new_masks(updater, due, state, params, grads, extra) -> SparseState:
 
   def change(fields: dict[str, Any]) -> dict[str, Any]:
     old = state._replace(**fields)
-    options = accepted(updater.update_state, extra)
+    options = selecting.accepted(updater.update_state, extra)
     new = updater.update_state(old, params, grads, **options)
     checks.check_structure(updater, old, new)
     view = updater.view(params)
@@ -147,7 +119,7 @@ def placeholders(updater: Any, inner: Any, params: PyTree) -> SparseState:
     stats=leaf,
     explored=params if updater.track_exploration else leaf,
     tally=leaf,
-    hidden=params if updater.hides else leaf,
+    hidden=params if hidden.hides(updater) else leaf,
   )
 
 
@@ -174,28 +146,3 @@ def _optimize(updater, inner, step, state, params, rest):
     still = lambda u: jnp.where(rest, jnp.zeros_like(u), u)
     updates = jax.tree.map(still, updates)
   return updates, inner_state
-
-
-@functools.lru_cache(maxsize=256)
-def _named(fn: Callable[..., Any]) -> frozenset[str] | None:
-  """Return the names of a function's arguments; None if it takes any."""
-  found = inspect.signature(fn).parameters.values()
-  if any(p.kind is p.VAR_KEYWORD for p in found):
-    return None
-  return frozenset(p.name for p in found if p.kind is not p.POSITIONAL_ONLY)
-
-
-def accepted(
-  method: Callable[..., Any], extra: dict[str, Any]
-) -> dict[str, Any]:
-  """Return the keyword arguments that a method takes.
-
-  Args:
-    method: a bound method, such as a user's `calculate_scores`.
-    extra: what the caller of `tx.update` passed along.
-
-  Returns:
-    All of them if the method has `**extra`, else those it names.
-  """
-  names = _named(getattr(method, "__func__", method)) if extra else None
-  return {k: v for k, v in extra.items() if names is None or k in names}

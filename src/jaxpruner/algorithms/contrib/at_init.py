@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 
 from jaxpruner import (
-  _leaves,
   base_updater,
   mask_calculator,
   sparsity_distributions,
@@ -122,7 +121,7 @@ class PruneAtInit(global_pruners.GlobalPruning):
       return self._select(view, [*map(gone, scores, masks)], wanted).masks
 
     ones = super().get_initial_masks(params, target_sparsities)
-    masks = view.split(_leaves.align(params, ones))
+    masks = view.of(ones, packed=False)
     if self.rounds == 1:
       return view.put(None, prune(0, masks))
     masks = jax.lax.fori_loop(0, self.rounds, prune, masks)

@@ -103,7 +103,7 @@ class SoftThresholdPruning(global_pruners.GlobalPruning):
 
     return self.view(params).map(shrink, params, state.masks)
 
-  def lift(self, params, state):
+  def invert_forward(self, params, state):
     def grow(param, hidden, mask):
       return param + jnp.sign(param) * _threshold(hidden, mask)
 
