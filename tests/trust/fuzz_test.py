@@ -22,7 +22,8 @@ import fuzz
 import numpy as np
 import pytest
 
-from jaxpruner import archives, datasets, sparse
+from jaxpruner import datasets, sparse
+from jaxpruner.datasets import archives
 from jaxpruner.post_training.models import gguf
 from jaxpruner.sparse import (
   _choose,

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpruner import _registry
+from jaxpruner._tools import registry
 
 T = TypeVar("T")
 
@@ -370,7 +370,7 @@ def refuse_options(cls: type[SparseMatrix], options: dict[str, Any]) -> None:
 
 
 # Those without a kernel first.
-FORMATS: _registry.Registry[type[SparseMatrix]] = _registry.Registry(
+FORMATS: registry.Registry[type[SparseMatrix]] = registry.Registry(
   "format",
   "jaxpruner.sparse.register_format",
   {

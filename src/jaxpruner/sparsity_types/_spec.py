@@ -5,11 +5,11 @@ import json
 import re
 from typing import Any
 
-from jaxpruner import _registry
+from jaxpruner._tools import registry
 
 _HERE = "jaxpruner.sparsity_types"
 # The contract of an entry is `SparsityType`.
-TYPES: _registry.Registry[Any] = _registry.Registry(
+TYPES: registry.Registry[Any] = registry.Registry(
   "sparsity_type",
   "jaxpruner.register_sparsity_type",
   {
