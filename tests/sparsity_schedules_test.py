@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import reference
 
-from jaxpruner import _registry
 from jaxpruner import sparsity_schedules as schedules
+from jaxpruner._tools import registry
 
 WINDOW = 48  # one length of step vectors, so that programs are reused
 
@@ -199,7 +199,7 @@ def test_a_schedule_is_registered_by_its_name():
   class Mine(schedules.BaseSchedule):
     pass
 
-  with _registry.restored():
+  with registry.restored():
     assert schedules.register_schedule("mine")(Mine) is Mine
     assert schedules.SCHEDULES["mine"] is Mine
     for wrong in (Mine(), int, "mine"):

@@ -51,8 +51,11 @@ ROOMS = {
     ["tests/sparse/files", "tests/trust/limits_test.py"],
   ),
   "structure": (["sparse/structure.py"], ["tests/sparse/files"]),
-  "atomic": (["_atomic.py"], ["tests/trust/atomic_test.py"]),
-  "fingerprint": (["_fingerprint.py"], ["tests/trust/fingerprint_test.py"]),
+  "atomic": (["_tools/atomic.py"], ["tests/trust/atomic_test.py"]),
+  "fingerprint": (
+    ["_tools/fingerprint.py"],
+    ["tests/trust/fingerprint_test.py"],
+  ),
   "orbax": (
     ["integrations/orbax.py"],
     ["tests/integrations/orbax_test.py", "tests/trust/orbax_test.py"],
@@ -69,7 +72,7 @@ ROOMS = {
   "masks": (["mask_calculator.py"], ["tests/mask_calculator_test.py"]),
   "engine": (["engine"], ["tests/engine", "tests/mask_calculator_test.py"]),
   "updater": (
-    ["base_updater.py"],
+    ["base_updater.py", "updater"],
     ["tests/algorithms/contract_test.py", "tests/bad_input_test.py"],
   ),
   "trainers": (["algorithms/sparse_trainers.py"], ["tests/algorithms"]),

@@ -12,7 +12,10 @@ COMMANDS = {
   "compare": ("jaxpruner.compare.command", "compare algorithms fairly"),
   "report": ("jaxpruner.compare.report_command", "rebuild a run's report"),
   "fit": ("jaxpruner.compare.fit_command", "fit a law of scale to runs"),
-  "data": ("jaxpruner.data_command", "list the data sets of the tasks"),
+  "data": (
+    "jaxpruner.post_training.data_command",
+    "list the data sets of the tasks",
+  ),
   "oneshot": (
     "jaxpruner.post_training.oneshot_command",
     "prune a pretrained model",

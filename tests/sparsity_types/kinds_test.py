@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 import jaxpruner
-from jaxpruner import _registry, sparsity_types
+from jaxpruner import sparsity_types
+from jaxpruner._tools import registry
 from jaxpruner.sparsity_types import _spec, base, masks, transposable
 
 NByM, Block, Channel = jaxpruner.NByM, jaxpruner.Block, jaxpruner.Channel
@@ -60,7 +61,7 @@ def test_a_type_without_a_name_or_with_a_wrong_one_is_not_spelled():
   with pytest.raises(ValueError, match="Mine has no name in configuration"):
     _spec.spell(Mine())
   register = sparsity_types.register_sparsity_type
-  with _registry.restored():
+  with registry.restored():
     assert register("mine")(Mine) is Mine
     assert _spec.parse("mine") == Mine() and _spec.parse("mine_5") == Mine(5)
     assert _spec.spell(Mine(5)) == "mine_5"

@@ -24,9 +24,10 @@ import fuzz
 import numpy as np
 import pytest
 
-from jaxpruner import archives, datasets, sparse
+from jaxpruner import datasets, sparse
 from jaxpruner.compare import files as compare_files
 from jaxpruner.compare import records, run_folder, settings, table
+from jaxpruner.datasets import archives
 from jaxpruner.post_training.models import gguf
 from jaxpruner.sparse import (
   _choose,
