@@ -58,7 +58,7 @@ def replace_masks(
   if not masks:
     return state
   stored: list[Any] = [None] * jax.tree.structure(view.params).num_leaves
-  new, old = view.merge(masks), _stored(view, state.masks)
+  new, old = view.per_leaf(masks), _stored(view, state.masks)
   first = 0
   for place, (before, axis) in old.items():
     mask = new[place]
