@@ -19,6 +19,7 @@ TYPES: registry.Registry[Any] = registry.Registry(
     "channel": f"{_HERE}.pooled:Channel",
     "transposable": f"{_HERE}.transposable:TransposableNByM",
     "diagonal": f"{_HERE}.block_diagonal:BlockDiagonal",
+    "diagonals": f"{_HERE}.diagonals:Diagonals",
     "fan_in": f"{_HERE}.grouped:ConstantFanIn",
   },
 )
