@@ -119,7 +119,7 @@ def test_long_values_are_cut_and_hashes_shortened():
 
 PROCESS = """
 import jax, numpy as np
-from jaxpruner import _fingerprint as f
+from jaxpruner._tools import fingerprint as f
 g = jax.jit(lambda x: jax.nn.relu(x) + jax.lax.while_loop(
   lambda c: c[1] < 3, lambda c: (c[0] * 2, c[1] + 1), (x, 0))[0])
 print(f.function(g, np.ones(2)), f.describe(g), f.settings(), f.versions())
