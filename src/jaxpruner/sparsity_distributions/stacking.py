@@ -102,7 +102,7 @@ class Cut:
   def put(self, entries: list[Any], leaf: Any) -> Any:
     """Return the entry for the whole leaf, given those of its slices."""
     first = entries[0]
-    if all(_leaves.is_dense(entry) for entry in entries):
+    if all(_leaves.is_absent(entry) for entry in entries):
       return first
     if isinstance(first, mask_calculator.AtStep):
       columns = zip(*entries, strict=True)

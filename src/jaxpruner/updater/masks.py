@@ -123,7 +123,7 @@ def hold_at_zero(
     if mask is None:
       return update
     dtype = jnp.promote_types(param.dtype, update.dtype)
-    mask = _leaves.unpack(mask, param) if updater.use_packed_masks else mask
+    mask = unpack_mask(mask, param) if updater.use_packed_masks else mask
     return jnp.where(mask, update.astype(dtype), -param.astype(dtype))
 
   updates = _leaves.like(params, updates, "updates")

@@ -20,7 +20,7 @@ from jaxpruner import (
 )
 from jaxpruner._leaves import Names, PyTree
 from jaxpruner.sparsity_distributions import budget, stacking
-from jaxpruner.updater.state import Array, Sparsities, frozen
+from jaxpruner.updater.state import Array, Sparsities, frozen, unpack_mask
 
 
 class Prunable(NamedTuple):
@@ -124,7 +124,7 @@ class Prunable(NamedTuple):
         )
       # All prunable leaves are floats, so packed uint8 entries are masks.
       if packed and getattr(entries[place], "dtype", None) == jnp.uint8:
-        entries[place] = _leaves.unpack(entries[place], leaves[place])
+        entries[place] = unpack_mask(entries[place], leaves[place])
     return self.per_layer(entries)
 
   def put(self, tree: PyTree, entries: Iterable[Any]) -> PyTree:
