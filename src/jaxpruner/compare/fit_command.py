@@ -133,7 +133,7 @@ def run(args: argparse.Namespace) -> int:
     fit = scaling.fit(scaling.Points(*columns), resamples=args.resamples)
     print("\n".join(describe(fit, inside, outside)))
     if args.plot:
-      _draw(fit, inside, outside, pathlib.Path(args.plot))
+      draw(fit, inside, outside, pathlib.Path(args.plot))
   except (files.RunFolderError, ValueError, OSError) as error:
     print(f"jaxpruner fit: {error}", file=sys.stderr)
     return 2
@@ -183,7 +183,7 @@ def _best(law: scaling.JointLaw, inside: list[Training]) -> list[str]:
   ]
 
 
-def _draw(
+def draw(
   fit: scaling.Fit,
   inside: list[Training],
   outside: list[Training],
