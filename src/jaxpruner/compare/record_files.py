@@ -211,6 +211,8 @@ def read(file: str) -> Records:
       f"{file}: {len(found['run'])} runs and {len(found['record'])} records; a "
       "file holds one run and its records"
     )
+  for training in found["training"]:
+    _check_curve(training, file)
   by_cell = lambda name: {item.cell: item for item in found[name]}
   return Records(
     found["run"][0],
@@ -218,6 +220,21 @@ def read(file: str) -> Records:
     by_cell("training"),
     by_cell("latency"),
   )
+
+
+def _check_curve(training: Training, file: str) -> None:
+  """Raise if the chunks of a learning curve do not follow each other."""
+  starts = training.starts
+  whole = all(isinstance(start, int) for start in starts)
+  if (
+    not whole
+    or len(starts) != len(training.losses)
+    or [*starts, training.steps] != sorted({*starts, training.steps})
+  ):
+    raise RunFolderError(
+      f"{file}: the training of {training.cell!r:.60} has chunks that do not "
+      "follow each other"
+    )
 
 
 def restore(found: Records, folder: str) -> None:
