@@ -17,8 +17,6 @@ import reference
 
 import jaxpruner
 from jaxpruner import (
-  _deprecation,
-  _registry,
   api,
   mask_calculator,
   sparsity_distributions,
@@ -26,6 +24,7 @@ from jaxpruner import (
   sparsity_types,
   utils,
 )
+from jaxpruner._tools import deprecation, registry
 from jaxpruner.algorithms import pruners, sparse_trainers
 
 SCORES = np.random.default_rng(0).normal(size=(8, 6)).astype(np.float32)
@@ -34,7 +33,7 @@ SCORES = np.random.default_rng(0).normal(size=(8, 6)).astype(np.float32)
 @contextlib.contextmanager
 def told(*words):
   """Expect one deprecation note that holds these words."""
-  with pytest.warns(_deprecation.JaxprunerDeprecationWarning) as caught:
+  with pytest.warns(deprecation.JaxprunerDeprecationWarning) as caught:
     yield
   notes = [str(w.message) for w in caught]
   assert any(all(word in note for word in words) for note in notes), notes
@@ -49,7 +48,7 @@ def test_the_table_of_algorithms_is_a_mapping_of_names():
     assert api.ALGORITHM_REGISTRY is table
   with told("all_algorithm_names()"):
     assert jaxpruner.all_algorithm_names() == api.ALGORITHMS
-  with _registry.restored():
+  with registry.restored():
     table["mine"] = jaxpruner.MagnitudePruning
     assert "mine" in jaxpruner.all_algorithm_names()
 

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpruner import _deprecation
+from jaxpruner._tools import deprecation
 
 _SINCE, _GOES = "1.0", "2.0"
 
@@ -27,16 +27,16 @@ def old_names(module: str, frames: int = 3) -> Callable[[str], Any]:
 
   Args:
     module: the module's `__name__`.
-    frames: as in `_deprecation.warn`.
+    frames: as in `deprecation.warn`.
 
   Returns:
     A function from a name to its object; it warns.
   """
   table = {
-    name: _deprecation.Moved(get, _SINCE, _GOES, use)
+    name: deprecation.Moved(get, _SINCE, _GOES, use)
     for name, (get, use) in _NAMES[module].items()
   }
-  return _deprecation.moved_attributes(module, table, frames)
+  return deprecation.moved_attributes(module, table, frames)
 
 
 def renamed_argument(old: str, new: str) -> Callable[[Any], Any]:
@@ -55,8 +55,8 @@ def renamed_argument(old: str, new: str) -> Callable[[Any], Any]:
     def wrapped(self, *args, **kwargs):
       if old in kwargs:
         name = f"{type(self).__name__}.{method.__name__}"
-        _deprecation.warn(
-          _deprecation.message(f"{name}({old}=)", _SINCE, _GOES, f"{new}=")
+        deprecation.warn(
+          deprecation.message(f"{name}({old}=)", _SINCE, _GOES, f"{new}=")
         )
         kwargs[new] = kwargs.pop(old)
       return method(self, *args, **kwargs)
@@ -84,8 +84,8 @@ class OldHooks:
     ):
       if old not in own or new in own or cls.__module__ == "jaxpruner._legacy":
         continue
-      _deprecation.warn(
-        _deprecation.message(f"{cls.__name__}.{old}", _SINCE, _GOES, new)
+      deprecation.warn(
+        deprecation.message(f"{cls.__name__}.{old}", _SINCE, _GOES, new)
       )
       setattr(cls, new, _leaf_by_leaf if new == "update_state" else _turn(old))
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxpruner import _legacy, _tools, algorithms, base_updater
-from jaxpruner._registry import Registry as Registry
+from jaxpruner._tools.registry import Registry as Registry
 from jaxpruner.config import codec, distribution, schedule
 
 _REGISTRY: Registry[type[base_updater.BaseUpdater]] = Registry(

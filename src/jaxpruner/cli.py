@@ -20,7 +20,10 @@ COMMANDS = {
     "run a published cell again, bit for bit",
   ),
   "fit": ("jaxpruner.compare.fit_command", "fit a law of scale to runs"),
-  "data": ("jaxpruner.data_command", "list the data sets of the tasks"),
+  "data": (
+    "jaxpruner.post_training.data_command",
+    "list the data sets of the tasks",
+  ),
   "oneshot": (
     "jaxpruner.post_training.oneshot_command",
     "prune a pretrained model",

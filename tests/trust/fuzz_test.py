@@ -23,8 +23,9 @@ import fuzz
 import numpy as np
 import pytest
 
-from jaxpruner import archives, datasets, sparse
+from jaxpruner import datasets, sparse
 from jaxpruner.compare import record_files, records, run_folder
+from jaxpruner.datasets import archives
 from jaxpruner.post_training.models import gguf
 from jaxpruner.sparse import (
   _choose,

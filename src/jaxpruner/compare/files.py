@@ -20,7 +20,7 @@ from typing import IO, Any, NamedTuple
 
 import numpy as np
 
-from jaxpruner import _atomic
+from jaxpruner._tools import atomic
 
 _NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)  # Windows has neither
 _NONBLOCK = getattr(os, "O_NONBLOCK", 0)
@@ -116,7 +116,7 @@ def write_atomic(path: pathlib.Path, content: bytes) -> None:
   check_regular(path)
   with explained(path):
     path.parent.mkdir(parents=True, exist_ok=True)
-    _atomic.write_bytes(path, content)
+    atomic.write_bytes(path, content)
 
 
 def append_line(path: pathlib.Path, record: Mapping[str, Any]) -> None:

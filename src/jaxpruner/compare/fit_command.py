@@ -192,7 +192,7 @@ def draw(
   """Draw measured against predicted losses, and the law over the weights."""
   from matplotlib import figure
 
-  from jaxpruner import plot
+  from jaxpruner.inspect import plot
 
   with plot.styled():
     picture = figure.Figure(figsize=(9, 4), layout="constrained")

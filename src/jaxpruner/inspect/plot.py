@@ -17,7 +17,7 @@ except ImportError as error:
   ) from error
 
 from jaxpruner import _leaves, _tools, mask_calculator
-from jaxpruner._state import PyTree, find_state
+from jaxpruner.updater.state import PyTree, find_state
 
 # Okabe and Ito's palette, then Tol's: distinct to colour-blind readers.
 COLOURS = (

@@ -11,9 +11,8 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpruner import _leaves, engine, mask_calculator
+from jaxpruner import _leaves, engine
 from jaxpruner._leaves import ABSENT
-from jaxpruner.engine.draw import draw  # noqa: F401
 
 Array: TypeAlias = jax.Array
 PyTree: TypeAlias = Any
@@ -172,19 +171,21 @@ class SparseState(_Fields):
 
   @property
   def masks(self) -> Masks:
-    return _leaves.show(self.stored_masks)
+    return _leaves.with_none(self.stored_masks)
 
   def _replace(  # pyright: ignore[reportIncompatibleMethodOverride]
     self, **fields: Any
   ) -> "SparseState":
     if "masks" in fields:
-      fields["stored_masks"] = _leaves.hide(fields.pop("masks"))
+      fields["stored_masks"] = _leaves.without_none(fields.pop("masks"))
     replaced: Any = _Fields._replace(self, **fields)
     return replaced
 
   def without_none(self) -> "SparseState":
     """Return the state with `ABSENT` for every `None` a user wrote into it."""
-    fields = {name: _leaves.hide(getattr(self, name)) for name in self._fields}
+    fields = {
+      name: _leaves.without_none(getattr(self, name)) for name in self._fields
+    }
     return self._replace(**fields | {"inner_state": self.inner_state})
 
 
@@ -266,173 +267,6 @@ def check_fit(
     )
 
 
-def count_ones(mask: Array, axis: int | None = None) -> Array:
-  """Return the number of ones in a mask, packed or not, as uint32.
-
-  Args:
-    mask: the mask.
-    axis: the axis that numbers the layers of a stack, if it is one.
-
-  Returns:
-    A scalar; for a stack, a number per layer.
-  """
-  others = None if axis is None else (*range(axis), *range(axis + 1, mask.ndim))
-  ones = jax.lax.population_count(mask)
-  return jnp.sum(ones, axis=others, dtype=jnp.uint32)
-
-
-def replace_masks(
-  view: _leaves.Prunable,
-  state: SparseState,
-  masks: list[Array],
-  finite: Any,
-  shrink: bool = False,
-) -> SparseState:
-  """Return the state with new masks, except where scores are non-finite.
-
-  Args:
-    view: the prunable leaves.
-    state: the state before.
-    masks: the new masks of the prunable leaves.
-    finite: bool per leaf, whether all its scores are finite. If not, the leaf
-      keeps its mask and `skipped` counts the refused update.
-    shrink: also keep an old mask that has fewer ones than the new one.
-
-  Returns:
-    The state, its other fields unchanged.
-  """
-  if not masks:
-    return state
-  stored: list[Any] = [None] * jax.tree.structure(view.params).num_leaves
-  new, old = view.merge(masks), _stored(view, state.masks)
-  first = 0
-  for place, (before, axis) in old.items():
-    mask = new[place]
-    if axis is None:
-      mask = _packed(mask) if view.packed else mask
-      (ok,) = engine.row_from([finite], first)
-    else:
-      ok = jax.lax.slice_in_dim(finite, first, first + mask.shape[axis])
-    if shrink:
-      ok &= count_ones(mask, axis) <= count_ones(before, axis)
-    if axis is not None:
-      ok = jax.lax.broadcast_in_dim(ok, mask.shape, (axis,))
-      where = jax.typeof(mask).sharding
-      if any(name is not None for name in where.spec):
-        ok = jax.sharding.reshard(ok, where)
-    first += 1 if axis is None else mask.shape[axis]
-    kept = jnp.where(ok, mask, before)
-    stored[place] = _packed(kept) if view.packed and axis is not None else kept
-  skipped = state.skipped
-  if not _leaves.is_absent(skipped):
-    skipped = skipped + (1 - finite.astype(jnp.int32))
-  masks = _leaves.fill(view.params, stored)
-  return state._replace(masks=masks, skipped=skipped)
-
-
-def _packed(mask: Array) -> Array:
-  return _leaves.with_auto_axes(mask_calculator.pack_mask, mask)
-
-
-def _stored(
-  view: _leaves.Prunable, masks: Masks
-) -> dict[int, tuple[Array, int | None]]:
-  """Return place -> mask, and the axis of its layers if it is a stack.
-
-  The mask of a stack is unpacked, so that its layers can be told apart.
-  """
-  entries = _leaves.align(view.params, masks)
-  leaves = jax.tree.leaves(view.params)
-  found: dict[int, tuple[Array, int | None]] = {}
-  for place, cut in zip(view.places, view.cuts, strict=True):
-    if cut is None:
-      found[place] = entries[place], None
-    elif place not in found:
-      mask = entries[place]
-      mask = unpack_mask(mask, leaves[place]) if view.packed else mask
-      found[place] = mask, cut.axis
-  return found
-
-
-def _count_each(view: _leaves.Prunable, masks: Masks) -> Array:
-  """Return the number of ones of every prunable leaf, layers one by one."""
-  counts = [count_ones(*pair) for pair in _stored(view, masks).values()]
-  return jnp.concatenate([jnp.atleast_1d(count) for count in counts])
-
-
-def new_tally(view: _leaves.Prunable, masks: Masks, tracked: bool) -> Tally:
-  """Return the counts before the first update.
-
-  Args:
-    view: the prunable leaves.
-    masks: their masks, as a state stores them.
-    tracked: whether the union of all masks is tracked.
-
-  Returns:
-    A `Tally`.
-  """
-  sizes = [math.prod(leaf.shape) for leaf in view.leaves]
-  size = jnp.asarray(np.array(sizes, np.uint32))
-  kept = _count_each(view, masks)
-  # Separate buffers: a donated state must not contain a buffer twice.
-  grown, dropped, reset = (jnp.zeros_like(kept) for _ in range(3))
-  explored = jnp.copy(kept) if tracked else ABSENT
-  return Tally(size, kept, grown, dropped, reset, explored)
-
-
-def count_changes(
-  view: _leaves.Prunable, old: SparseState, new: SparseState, fresh: bool
-) -> SparseState:
-  """Return the new state with its tally updated, if its masks changed.
-
-  Args:
-    view: the prunable leaves.
-    old: the state before a mask update.
-    new: the state after it.
-    fresh: whether grown weights get fresh optimizer moments.
-
-  Returns:
-    The new state.
-  """
-  before, after = jax.tree.leaves(old.masks), jax.tree.leaves(new.masks)
-  same = all(a is b for a, b in zip(before, after, strict=True))
-  if _leaves.is_absent(old.tally) or same:
-    return new
-  if not _leaves.is_absent(new.explored):
-    union = jax.tree.map(jnp.bitwise_or, new.explored, new.stored_masks)
-    new = new._replace(explored=union)
-  seen = ABSENT
-  if not _leaves.is_absent(new.explored):
-    seen = _count_each(view, new.explored)
-  pairs = zip(
-    _stored(view, old.masks).values(),
-    _stored(view, new.masks).values(),
-    strict=True,
-  )
-  counts = [_kept_and_grown(a, b, axis) for (a, axis), (b, _) in pairs]
-  kept, grown = map(jnp.concatenate, zip(*counts, strict=True))
-  return new._replace(
-    tally=old.tally._replace(
-      kept=kept,
-      grown=grown,
-      dropped=old.tally.kept + grown - kept,
-      reset=grown if fresh else old.tally.reset,
-      explored=seen,
-    )
-  )
-
-
-@functools.partial(jax.jit, static_argnums=2)
-def _kept_and_grown(old: Array, new: Array, axis: int | None) -> list[Array]:
-  """Return the numbers of ones and of new ones, of each layer."""
-  if axis is not None:
-    return [count_ones(new, axis), count_ones(new & ~old, axis)]
-  # Correct for packed bits and for bytes of 0 and 1.
-  ones = [jax.lax.population_count(x) for x in (new, new & ~old)]
-  values = [x.astype(jnp.uint32) for x in ones]
-  return [total[None] for total in engine.totals(values)]
-
-
 def find_state(opt_state: PyTree) -> SparseState:
   """Return the one `SparseState` inside an optimizer state.
 
@@ -491,48 +325,6 @@ def seed_data(seed: Any) -> Array:
   if jnp.issubdtype(seed.dtype, jax.dtypes.prng_key):
     return jax.random.key_data(seed)
   return jnp.asarray(seed, jnp.uint32)
-
-
-def check_seed(seed: Any) -> None:
-  """Raise an error if a seed is neither an int nor a key.
-
-  The check does not start a JAX backend.
-  """
-  dtype = getattr(seed, "dtype", None)
-  is_key = dtype is not None and (
-    jnp.issubdtype(dtype, jax.dtypes.prng_key) or dtype == np.uint32
-  )
-  if not is_key and (isinstance(seed, bool) or not isinstance(seed, int)):
-    raise ValueError(
-      f"rng_seed={seed!r} must be an integer or a jax.random key"
-    )
-
-
-def params_key(params: PyTree) -> Array:
-  """Derive key data from the parameters, so that vmapped seeds differ.
-
-  Integer sums wrap around and do not depend on the order: the key does not
-  depend on how the parameters are sharded.
-  """
-  leaves = jax.tree.leaves(params)
-  return _key_of(
-    [
-      leaf
-      for leaf in leaves
-      if jnp.issubdtype(jnp.result_type(leaf), jnp.floating)
-    ]
-  )
-
-
-@jax.jit
-def _key_of(leaves: list[Array]) -> Array:
-  total = jnp.zeros([], jnp.uint32)
-  for leaf in leaves:
-    bits = jax.lax.bitcast_convert_type(
-      jnp.asarray(leaf).astype(jnp.float32), jnp.uint32
-    )
-    total = total * 31 + jnp.sum(bits, dtype=jnp.uint32)
-  return jax.random.key_data(jax.random.key(total))
 
 
 def refuse_nan(leaves: list[tuple[_leaves.Names, Any]]) -> None:

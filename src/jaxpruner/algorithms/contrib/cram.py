@@ -3,8 +3,10 @@
 import dataclasses
 from typing import ClassVar
 
-from jaxpruner import _view, base_updater
-from jaxpruner.algorithms import pruners, transforms
+from jaxpruner import base_updater
+from jaxpruner.algorithms import pruners
+from jaxpruner.algorithms.contrib import transforms
+from jaxpruner.updater import checks
 
 
 @dataclasses.dataclass(eq=False)
@@ -43,7 +45,7 @@ class CrAM(pruners.MagnitudePruning):
 
   def __post_init__(self):
     super().__post_init__()
-    _view.check_number(self, "rho")
+    checks.check_number(self, "rho")
 
   def compress(self, params):
     """Return the parameters pruned to the target sparsity.

@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxpruner import _leaves, _view, base_updater
+from jaxpruner import _leaves, base_updater
 from jaxpruner.algorithms import pruners
+from jaxpruner.updater import checks
 
 
 def second_moments(view, inner_state):
@@ -112,9 +113,9 @@ class WoodFisherPruning(base_updater.BaseUpdater):
 
   def __post_init__(self):
     super().__post_init__()
-    _view.check_number(self, "damping")
-    _view.check_whole(self, "window", 1)
-    _view.check_whole(self, "block_size", 1)
+    checks.check_number(self, "damping")
+    checks.check_whole(self, "window", 1)
+    checks.check_whole(self, "block_size", 1)
 
   def init_extra(self, params, masks):
     view = self.view(params)

@@ -6,8 +6,9 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from jaxpruner import _view, base_updater
+from jaxpruner import base_updater
 from jaxpruner.algorithms import global_pruners
+from jaxpruner.updater import checks
 
 
 @dataclasses.dataclass(eq=False)
@@ -54,9 +55,9 @@ class SoftThresholdPruning(global_pruners.GlobalPruning):
 
   def __post_init__(self):
     super().__post_init__()
-    _view.check_number(self, "threshold_rate")
-    _view.check_number(self, "threshold_decay", above=-1e-30)
-    _view.check_number(self, "initial", above=-float("inf"))
+    checks.check_number(self, "threshold_rate")
+    checks.check_number(self, "threshold_decay", above=-1e-30)
+    checks.check_number(self, "initial", above=-float("inf"))
 
   def init_extra(self, params, masks):
     view = self.view(params)
@@ -102,7 +103,7 @@ class SoftThresholdPruning(global_pruners.GlobalPruning):
 
     return self.view(params).map(shrink, params, state.masks)
 
-  def lift(self, params, state):
+  def invert_forward(self, params, state):
     def grow(param, hidden, mask):
       return param + jnp.sign(param) * _threshold(hidden, mask)
 

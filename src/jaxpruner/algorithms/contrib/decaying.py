@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from jaxpruner import _leaves, base_updater
 from jaxpruner.algorithms import pruners
+from jaxpruner.updater import selecting
 
 
 @dataclasses.dataclass(eq=False)
@@ -46,7 +47,7 @@ class DecayingMaskPruning(pruners.MagnitudePruning):
 
   def init_extra(self, params, masks):
     view = self.view(params)
-    ones = map(jnp.ones_like, view.split(_leaves.align(params, masks)))
+    ones = map(jnp.ones_like, view.of(masks, packed=False))
     return {"faint": view.store(ones)}
 
   def fading(self, step: Any) -> jax.Array:
@@ -64,7 +65,7 @@ class DecayingMaskPruning(pruners.MagnitudePruning):
     view = self.view(params)
     if not view.names:
       return sparse_state
-    scores = self._scores(view, sparse_state, grads, extra)
+    scores = selecting.scores_of(self, view, sparse_state, grads, extra)
     found = self._select(view, scores, view.targets)
     fading = self.fading(sparse_state.count) > 0
     now = [jnp.where(fading, jnp.ones_like(m), m) for m in found.masks]
@@ -72,7 +73,7 @@ class DecayingMaskPruning(pruners.MagnitudePruning):
       view, sparse_state, found.masks, found.finite
     ).masks
     state = self._replace_masks(view, sparse_state, now, found.finite)
-    return state._replace(stats={"faint": _leaves.hide(faint)})
+    return state._replace(stats={"faint": _leaves.without_none(faint)})
 
   def _fade(self, tree, state):
     beta = self.fading(state.count)
@@ -91,7 +92,7 @@ class DecayingMaskPruning(pruners.MagnitudePruning):
     """
     return self.apply_masks(self._fade(params, state), state.masks)
 
-  def lift(self, params, state):
+  def invert_forward(self, params, state):
     """Return dense weights; a change of a faint one is added to its own."""
     view = self.view(params)
     dense = view.of(state.hidden, "hidden")

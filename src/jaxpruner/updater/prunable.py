@@ -4,24 +4,170 @@ import dataclasses
 import enum
 import functools
 import math
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.core
 import jax.numpy as jnp
-import numpy as np
 
 from jaxpruner import (
   _leaves,
-  _stacks,
-  engine,
+  mask_calculator,
   sparsity_distributions,
   sparsity_types,
 )
-from jaxpruner._leaves import Prunable, PyTree
-from jaxpruner._state import Array, Sparsities, check_seed, frozen
-from jaxpruner.sparsity_distributions import budget
+from jaxpruner._leaves import Names, PyTree
+from jaxpruner.sparsity_distributions import budget, stacking
+from jaxpruner.updater.state import Array, Sparsities, frozen
+
+
+class Prunable(NamedTuple):
+  """The prunable leaves of a parameter tree: what an algorithm handles.
+
+  `updater.view(params)` makes it. All lists have one entry per prunable leaf,
+  in the order of the tree; dense leaves, `None` and packed bits do not show. A
+  stacked leaf shows as its slices, each of them a leaf.
+
+  Attributes:
+    names: path of each prunable leaf.
+    kinds: its sparsity type.
+    targets: the sparsity it is heading for.
+    params: the parameters.
+    packed: whether stored masks hold one bit per weight.
+    places: index of each prunable leaf among all leaves.
+    all_names: paths of all leaves, and of slices in the place of stacked ones.
+    cuts: where in the leaf a slice lies; None for a leaf that is no stack.
+  """
+
+  names: tuple[Names, ...]
+  kinds: tuple[Any, ...]
+  targets: tuple[Any, ...]
+  params: PyTree
+  packed: bool
+  places: tuple[int, ...]
+  all_names: tuple[Names, ...]
+  cuts: tuple[Any, ...]
+
+  @property
+  def leaves(self) -> list[Any]:
+    """The prunable parameters."""
+    return self.split(jax.tree.leaves(self.params))
+
+  @property
+  def stacks(self) -> list[list[int]]:
+    """The positions, in the lists here, of the layers of each stacked leaf."""
+    found: dict[int, list[int]] = {}
+    for i, (place, cut) in enumerate(zip(self.places, self.cuts, strict=True)):
+      if cut is not None and cut.size > 1:
+        found.setdefault(place, []).append(i)
+    return list(found.values())
+
+  def split(self, column: list[Any]) -> list[Any]:
+    """Return an entry per prunable leaf, given one for each leaf of the tree.
+
+    Args:
+      column: entries in the order of the tree, stacked leaves whole.
+
+    Returns:
+      A list, one entry per prunable leaf.
+    """
+    leaves = jax.tree.leaves(self.params)
+    return [
+      column[i] if cut is None else cut.take(column[i], leaves[i].shape)
+      for i, cut in zip(self.places, self.cuts, strict=True)
+    ]
+
+  def merge(self, entries: Iterable[Any]) -> dict[int, Any]:
+    """Return place -> entry for the whole leaf: the inverse of `split`.
+
+    Args:
+      entries: one per prunable leaf.
+
+    Returns:
+      A dict; the places of dense leaves are missing.
+    """
+    parts: dict[int, list[Any]] = {}
+    for place, entry in zip(self.places, entries, strict=True):
+      parts.setdefault(place, []).append(entry)
+    cut_at = dict(zip(self.places, self.cuts, strict=True))
+    leaves = jax.tree.leaves(self.params)
+    return {
+      i: found[0] if cut_at[i] is None else cut_at[i].put(found, leaves[i])
+      for i, found in parts.items()
+    }
+
+  def of(
+    self, tree: PyTree, name: str = "masks", packed: bool | None = None
+  ) -> list[Any]:
+    """Return a tree's entries for the prunable leaves, masks unpacked.
+
+    Args:
+      tree: a tree like the parameters: gradients, moments, scores, or masks as
+        a state stores them. It may hold `None` where a leaf stays dense.
+      name: what an error calls the tree.
+      packed: whether uint8 entries are packed masks; by default as a state
+        stores them.
+
+    Returns:
+      A list, one entry per prunable leaf.
+    """
+    packed = self.packed if packed is None else packed
+    entries = _leaves.align(self.params, tree, name)
+    leaves = jax.tree.leaves(self.params)
+    for place, names in dict(zip(self.places, self.names, strict=True)).items():
+      if entries[place] is None:
+        raise ValueError(
+          f"{name}: no entry for params leaf {_leaves.join(names)!r}, which is "
+          f"pruned; pass the {name} of all params"
+        )
+      # All prunable leaves are floats, so packed uint8 entries are masks.
+      if packed and getattr(entries[place], "dtype", None) == jnp.uint8:
+        entries[place] = _leaves.unpack(entries[place], leaves[place])
+    return self.split(entries)
+
+  def put(self, tree: PyTree, entries: Iterable[Any]) -> PyTree:
+    """Return `tree` with these entries in place of the prunable leaves.
+
+    Args:
+      tree: a tree like the parameters; `None` makes all dense leaves `None`.
+      entries: one per prunable leaf.
+
+    Returns:
+      A tree of the structure of the parameters.
+    """
+    result = _leaves.align(self.params, tree, "tree")
+    for place, entry in self.merge(entries).items():
+      result[place] = entry
+    return jax.tree.structure(self.params).unflatten(result)
+
+  def map(self, fn: Callable[..., Any], *trees: PyTree) -> PyTree:
+    """Apply a function to each prunable leaf; others stay as in the first tree.
+
+    Args:
+      fn: takes one entry of each tree.
+      *trees: trees like the parameters, masks packed or not.
+
+    Returns:
+      The first tree, prunable leaves replaced by `fn`'s results.
+    """
+    return self.put(trees[0], map(fn, *(self.of(t, "trees") for t in trees)))
+
+  def store(self, entries: Iterable[Any]) -> PyTree:
+    """Return the tree that a state keeps: masks packed, if they are.
+
+    Args:
+      entries: one per prunable leaf: masks, or other arrays or scalars.
+
+    Returns:
+      A tree of the structure of the parameters; dense leaves are `ABSENT`.
+    """
+    stored: list[Any] = [None] * jax.tree.structure(self.params).num_leaves
+    for place, entry in self.merge(entries).items():
+      if self.packed and getattr(entry, "dtype", None) == jnp.uint8:
+        entry = _leaves.with_auto_axes(mask_calculator.pack_mask, entry)
+      stored[place] = entry
+    return _leaves.fill(self.params, stored)
 
 
 class Unset(enum.Enum):
@@ -53,17 +199,17 @@ _MAX_VIEWS = 64
 def build(updater: Any, params: PyTree, targets: PyTree = None) -> Prunable:
   """Return the prunable leaves of a tree; see `BaseUpdater.view`."""
   whole, treedef = _leaves.flatten_with_names(params)
-  key = None if targets is not None else _key(updater, whole, treedef)
+  key = None if targets is not None else cache_key(updater, whole, treedef)
   if key is not None and key in _VIEWS:
     return _VIEWS[key]._replace(params=params)
-  stacks = _stacks.find_stacks(params, updater.stacked_axis)
+  stacks = stacking.find_stacks(params, updater.stacked_axis)
   # From here on a slice of a stacked leaf is a leaf like any other.
-  opened = _stacks.unstacked(params, stacks, shapes_only=True)
+  opened = stacking.unstacked(params, stacks, shapes_only=True)
   leaves = _leaves.flatten_with_names(opened)[0]
-  cuts = [cut for stack in stacks for cut in _stacks.cuts_of(stack)]
-  homes = [i for i, stack in enumerate(stacks) for _ in _stacks.cuts_of(stack)]
+  cuts = [cut for stack in stacks for cut in stacking.cuts_of(stack)]
+  homes = [i for i, stack in enumerate(stacks) for _ in stacking.cuts_of(stack)]
   if targets is None:
-    seen = opened if key is not None else _stacks.unstacked(params, stacks)
+    seen = opened if key is not None else stacking.unstacked(params, stacks)
     wanted = updater._distribute(seen)
     wanted = _leaves.align(params, wanted, "sparsity_distribution_fn")
   else:
@@ -97,7 +243,7 @@ def build(updater: Any, params: PyTree, targets: PyTree = None) -> Prunable:
     params=None,
     packed=updater.use_packed_masks,
     places=tuple(homes[i] for i in chosen),
-    among=tuple(names for names, _ in leaves),
+    all_names=tuple(names for names, _ in leaves),
     cuts=tuple(cuts[i] for i in chosen),
   )
   if key is not None:
@@ -117,8 +263,8 @@ def reasons(updater: Any, params: PyTree) -> list[str]:
   Returns:
     One reason per leaf; stacked leaves whole.
   """
-  stacks = _stacks.find_stacks(params, updater.stacked_axis)
-  opened = _stacks.unstacked(params, stacks, shapes_only=True)
+  stacks = stacking.find_stacks(params, updater.stacked_axis)
+  opened = stacking.unstacked(params, stacks, shapes_only=True)
   leaves = _leaves.flatten_with_names(opened)[0]
   fn = updater.sparsity_distribution_fn
   options = dict(getattr(fn, "keywords", {}))
@@ -126,7 +272,7 @@ def reasons(updater: Any, params: PyTree) -> list[str]:
     options = vars(updater)
   known = updater.ranking == "global" or fn is UNSET
   known |= getattr(fn, "func", None) in _KNOWN
-  known &= type(updater)._distribute.__module__ == "jaxpruner.base_updater"
+  known &= updater.targets_by_shape
   if known:
     filter_fn = options.get("filter_fn", sparsity_distributions.default_filter)
     custom = options.get("custom_sparsity_map")
@@ -139,11 +285,11 @@ def reasons(updater: Any, params: PyTree) -> list[str]:
     found = [
       other if target is None else word
       for target, stack in pairs
-      for _ in _stacks.cuts_of(stack)
+      for _ in stacking.cuts_of(stack)
     ]
   left, told = iter(found), []
   for stack in stacks:
-    own = [next(left) for _ in _stacks.cuts_of(stack)]
+    own = [next(left) for _ in stacking.cuts_of(stack)]
     where = f"; stack on axis {stack.axis}, {stack.why}" if stack else ""
     told.append(own[0] + where)
   return told
@@ -166,12 +312,12 @@ def _check_whole(
       )
 
 
-def _key(updater: Any, leaves: list[Any], treedef: Any) -> Any:
+def cache_key(updater: Any, leaves: list[Any], treedef: Any) -> Any:
   """Return what a view depends on; None if that may be more than shapes."""
   fn, kind = updater.sparsity_distribution_fn, updater.sparsity_type
   known = fn is None or fn is UNSET
   known |= isinstance(fn, functools.partial) and fn.func in _KNOWN
-  known &= type(updater)._distribute.__module__ == "jaxpruner.base_updater"
+  known &= updater.targets_by_shape
   if not known or not (isinstance(kind, Mapping) or hasattr(kind, "mask")):
     return None
   names = ("sparsity", "filter_fn", "custom_sparsity_map")
@@ -219,15 +365,15 @@ def _checked(updater, names, leaf, kind, sparsity) -> Any:
   return sparsity
 
 
-def _types(updater: Any, leaves: list[Any], among: list[Any]) -> list[Any]:
+def _types(updater: Any, leaves: list[Any], all_names: list[Any]) -> list[Any]:
   """Return the sparsity type of each `(names, leaf)`."""
   if updater.topk_fn is not None:
     return [_TopKFn(updater.topk_fn)] * len(leaves)
   kind = updater.sparsity_type
   if isinstance(kind, Mapping):
     # A pattern must match some leaf, pruned or not.
-    keys = _leaves.match_patterns(kind, among, "sparsity_type")
-    table = dict(zip(among, keys, strict=True))
+    keys = _leaves.match_patterns(kind, all_names, "sparsity_type")
+    table = dict(zip(all_names, keys, strict=True))
     default = sparsity_types.Unstructured()
     return [
       default if table[names] is None else kind[table[names]]
@@ -253,149 +399,3 @@ class _TopKFn:
 
   def mask(self, scores: Array, sparsity: Any) -> Array:
     return self.fn(scores, sparsity)
-
-
-def check_fields(updater: Any) -> None:
-  """Raise if a field of an updater makes no sense."""
-  for name in ("is_mask_update_iter", "get_sparsity_at_step"):
-    if isinstance(updater.scheduler, type) or not callable(
-      getattr(updater.scheduler, name, None)
-    ):
-      raise ValueError(
-        f"scheduler={updater.scheduler!r} has no method {name}; use one of "
-        "jaxpruner.sparsity_schedules, such as OneShotSchedule(0)"
-      )
-  for name in (
-    "skip_gradients",
-    "is_sparse_gradients",
-    "use_packed_masks",
-    "track_exploration",
-    "continue_sparse",
-  ):
-    if not isinstance(getattr(updater, name), bool | np.bool_):
-      raise ValueError(
-        f"{name}={getattr(updater, name)!r} must be True or False"
-      )
-  for name in ("sparsity_distribution_fn", "topk_fn"):
-    value = getattr(updater, name)
-    if value is not None and not callable(value):
-      raise ValueError(
-        f"{name}={value!r} must be a function, such as functools.partial("
-        "jaxpruner.sparsity_distributions.uniform, sparsity=0.8)"
-        if name == "sparsity_distribution_fn"
-        else f"{name}={value!r} must be a function (scores, sparsity) -> mask"
-      )
-  kinds = updater.sparsity_type
-  for kind in kinds.values() if isinstance(kinds, Mapping) else [kinds]:
-    if isinstance(kind, type) or not (
-      callable(kind) or callable(getattr(kind, "mask", None))
-    ):
-      raise ValueError(
-        f"sparsity_type={kind!r} is not a sparsity type; use one of "
-        "jaxpruner.sparsity_types, such as NByM(2, 4)"
-      )
-  _stacks.check_stacked_axis(updater.stacked_axis)
-  if updater.stacked_axis is None:  # configuration has no None
-    updater.stacked_axis = "none"
-  if updater.rng_seed is not None:
-    check_seed(updater.rng_seed)
-
-
-def check_number(updater: Any, name: str, above: float = 0.0) -> None:
-  """Raise if a field is no finite number greater than `above`."""
-  value = getattr(updater, name)
-  if (
-    isinstance(value, bool)
-    or not isinstance(value, int | float)
-    or not above < value < float("inf")
-  ):
-    raise ValueError(
-      f"{type(updater).__name__}: {name}={value!r} must be a number above "
-      f"{above:g}"
-    )
-
-
-def check_whole(updater: Any, name: str, least: int) -> None:
-  """Raise if a field is no integer of at least `least`."""
-  value = getattr(updater, name)
-  if type(value) is not int or value < least:
-    raise ValueError(
-      f"{type(updater).__name__}: {name}={value!r} must be an integer of at "
-      f"least {least}"
-    )
-
-
-def blame_keys(params: PyTree, error: Exception) -> None:
-  """Raise an error that names the first PRNG key among the parameters."""
-  for names, leaf in _leaves.flatten_with_names(params)[0]:
-    dtype = getattr(leaf, "dtype", None)
-    if dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key):
-      raise ValueError(
-        f"params leaf {_leaves.join(names)!r} is a PRNG key, {dtype} of shape "
-        f"{leaf.shape}, which has no score; keep keys out of params: "
-        "eqx.partition(model, eqx.is_inexact_array), nnx.split(model, "
-        "nnx.Param, ...)"
-      ) from error
-
-
-def select_at_once(updater: Any, view: Prunable, grads: PyTree) -> PyTree:
-  """Return the masks of `instant_sparsify` from one compiled function.
-
-  Inside it, scores are expressions that are never stored.
-
-  Args:
-    updater: a `BaseUpdater`.
-    view: the prunable leaves.
-    grads: the gradients, or None.
-
-  Returns:
-    The masks, not packed; None if the updater runs code of the user, which may
-    read values, or if there are other leaves than arrays.
-  """
-  own = (updater.calculate_scores, updater.create_masks, updater._choose)
-  leaves, treedef = _leaves.flatten_with_names(view.params)
-  arrays = jax.tree.leaves((view.params, grads))
-  if (
-    not view.names
-    or any(not fn.__module__.startswith("jaxpruner.") for fn in own)
-    or "loss" in updater.needs
-    or _key(updater, leaves, treedef) is None
-    or not all(isinstance(x, jax.Array | np.ndarray) for x in arrays)
-    or any(isinstance(x, jax.core.Tracer) for x in arrays)
-  ):
-    return None
-  masks, wrong = _selected(updater, view.params, grads)
-  wrong = np.asarray(wrong)
-  if wrong.any():
-    return None  # the usual path names the leaf
-  found = view.split(_leaves.align(view.params, masks))
-  if updater.ranking == "global":
-    from jaxpruner import _ranking
-
-    _ranking.warn_if_emptied(view, found)
-  return masks
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _selected(updater: Any, params: PyTree, grads: PyTree) -> Any:
-  view = updater.view(params)
-  scores = updater._scores(view, None, grads, {})
-  masks = updater._select(view, scores, view.targets).masks
-  isnan = lambda s: jnp.any(jnp.isnan(engine.value(s)))
-  return view.put(None, masks), jnp.stack([isnan(s) for s in scores])
-
-
-def check_scores(updater: Any, view: Prunable, scores: PyTree) -> None:
-  """Raise if the scores do not fit the parameters."""
-  entries = _leaves.align(view.params, scores, "scores")
-  leaves = jax.tree.leaves(view.params)
-  for place, names in dict(zip(view.places, view.names, strict=True)).items():
-    score, param = entries[place], leaves[place]
-    shape = getattr(score, "shape", None)
-    if shape != param.shape or jnp.iscomplexobj(score):
-      found = f"{score.dtype} of shape {shape}" if shape else repr(score)
-      raise ValueError(
-        f"scores of {_leaves.join(names)!r} are {found}; "
-        f"{type(updater).__name__}.calculate_scores must return real numbers "
-        f"of the parameter's shape {param.shape}"
-      )

@@ -101,6 +101,7 @@ class CoupledPruning(pruners.MagnitudePruning):
     paper="Li et al., 2016; Voita et al., 2019",
     cost="a dense step; one selection per mask update",
   )
+  targets_by_shape: ClassVar[bool] = False
 
   def _distribute(self, params):
     leaves, treedef = _leaves.flatten_with_names(params)

@@ -20,8 +20,8 @@ from jaxpruner import (
   sparsity_distributions,
   sparsity_types,
 )
-from jaxpruner._leaves import Prunable, PyTree
-from jaxpruner._view import UNSET
+from jaxpruner._leaves import PyTree
+from jaxpruner.updater.prunable import UNSET, Prunable
 
 
 def check_fields(updater: Any) -> None:
@@ -90,7 +90,9 @@ def select_globally(
   Returns:
     A `Selection`.
   """
-  table = dict(zip(view.among, _own(updater, [*view.among]), strict=True))
+  table = dict(
+    zip(view.all_names, _own(updater, [*view.all_names]), strict=True)
+  )
   alone = [i for i, names in enumerate(view.names) if table[names]]
   ranked = [i for i, names in enumerate(view.names) if not table[names]]
   found = sparsity_types.select_masks(

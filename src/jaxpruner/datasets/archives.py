@@ -23,7 +23,7 @@ class DataError(RuntimeError):
   Example:
     >>> verified(b"data", "0" * 64, "file")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    jaxpruner.archives.DataError: file: SHA-256 is 3a6eb0790f39ac87..., ...
+    jaxpruner.datasets.archives.DataError: file: SHA-256 is 3a6eb...
   """
 
 
@@ -135,7 +135,7 @@ def readable(path: pathlib.Path) -> Iterator[None]:
     >>> with readable(pathlib.Path("a.tar")):
     ...   raise EOFError("no end")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    jaxpruner.archives.DataError: a.tar: cannot be read (EOFError: no end); ...
+    jaxpruner.datasets.archives.DataError: a.tar: cannot be read ...
   """
   try:
     yield

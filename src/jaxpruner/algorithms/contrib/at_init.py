@@ -9,14 +9,12 @@ import jax
 import jax.numpy as jnp
 
 from jaxpruner import (
-  _leaves,
-  _ranking,
-  _view,
   base_updater,
   mask_calculator,
   sparsity_distributions,
 )
 from jaxpruner.algorithms import global_pruners
+from jaxpruner.updater import checks, ranking
 
 
 def _category(
@@ -68,7 +66,7 @@ class PruneAtInit(global_pruners.GlobalPruning):
 
   def __post_init__(self):
     super().__post_init__()
-    _view.check_whole(self, "rounds", 1)
+    checks.check_whole(self, "rounds", 1)
 
   def bind(self, loss, batch, apply=None, inputs=None):
     del apply, inputs
@@ -123,11 +121,11 @@ class PruneAtInit(global_pruners.GlobalPruning):
       return self._select(view, [*map(gone, scores, masks)], wanted).masks
 
     ones = super().get_initial_masks(params, target_sparsities)
-    masks = view.split(_leaves.align(params, ones))
+    masks = view.of(ones, packed=False)
     if self.rounds == 1:
       return view.put(None, prune(0, masks))
     masks = jax.lax.fori_loop(0, self.rounds, prune, masks)
-    _ranking.warn_if_emptied(view, masks)
+    ranking.warn_if_emptied(view, masks)
     return view.put(None, masks)
 
   def _share(self, target, k):

@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxpruner import _view, base_updater
+from jaxpruner import base_updater
 from jaxpruner.algorithms import global_pruners
+from jaxpruner.updater import checks
 
 
 def _rounds(sparsity: float) -> int:
@@ -58,7 +59,7 @@ class IterativeMagnitudePruning(global_pruners.GlobalMagnitudePruning):
 
   def __post_init__(self):
     super().__post_init__()
-    _view.check_whole(self, "rewind_step", 0)
+    checks.check_whole(self, "rewind_step", 0)
 
   def wrap_optax(self, inner):
     tx: Any = super().wrap_optax(inner)

@@ -3,8 +3,10 @@
 import dataclasses
 from typing import ClassVar
 
-from jaxpruner import _view, base_updater
-from jaxpruner.algorithms import pruners, transforms
+from jaxpruner import base_updater
+from jaxpruner.algorithms import pruners
+from jaxpruner.algorithms.contrib import transforms
+from jaxpruner.updater import checks
 
 
 @dataclasses.dataclass(eq=False)
@@ -40,7 +42,7 @@ class PowerPropagation(pruners.MagnitudePruning):
 
   def __post_init__(self):
     super().__post_init__()
-    _view.check_number(self, "alpha")
+    checks.check_number(self, "alpha")
 
   def wrap_optax(self, inner):
     return super().wrap_optax(
