@@ -175,20 +175,52 @@ def test_structure_is_found():
   assert layers["rows"].format == "compact"
 
 
+@pytest.mark.parametrize("kind", ["compact", "block", "sell", "bitmask"])
+def test_tied_embeddings_are_packed_once_and_looked_up(kind):
+  table = pruned(256, 96, density=0.3)
+  if kind == "compact":
+    table = table.at[:, ::2].set(0)
+  if kind == "block":
+    blocks = RNG.random((8, 3)) < 0.4
+    blocks[0] = True
+    table = normal(256, 96) * np.kron(blocks, np.ones((32, 32), "f4"))
+
+  def model(params, tokens):
+    x = params["table"][tokens] + jnp.take(params["table"], tokens, axis=0)
+    x = x + jax.vmap(jax.vmap(lambda t: params["table"].T[:, t]))(tokens)
+    first = jax.lax.dynamic_index_in_dim(params["table"], tokens[0, 0])
+    x = x + first
+    return jnp.concatenate([x, jnp.tanh(x) @ params["table"].T], -1)
+
+  tokens = jnp.asarray([[0, 3, 255], [7, 7, 1]])
+  fast, layers, _ = run(
+    model, {"table": table}, tokens, timer=prefer(kind, "sparse")
+  )
+  assert layers["table"].format == kind
+  # Outside the table each way of looking up has its own rule.
+  outside = jnp.asarray([[0, 256, -1], [-300, 7, 1]])
+  want = model({"table": table}, outside)[..., :96]
+  got = fast(outside)[..., :96]
+  np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5)
+
+
 def test_weights_with_other_uses_stay_dense_and_say_why():
   params = {
-    "table": pruned(64, 64), "full": normal(64, 64), "tiny": pruned(8, 8),
-    "two": pruned(64, 64), "idle": pruned(64, 64), "count": jnp.arange(3),
+    "table": pruned(64, 64), "words": pruned(64, 64), "full": normal(64, 64),
+    "tiny": pruned(8, 8), "two": pruned(64, 64), "idle": pruned(64, 64),
+    "count": jnp.arange(3),
   }  # fmt: skip
 
   def model(params, x):
     y = params["table"][jnp.arange(2)] + x @ params["table"]
+    y = y + params["words"][jnp.arange(2)]
     y = y @ params["full"] @ params["two"] @ params["two"].T
     return y[:, :8] @ params["tiny"] + params["count"][0]
 
   _, layers, report = run(model, params, normal(2, 64))
   assert {l.format for l in layers.values()} == {"dense"}
-  assert "gather" in layers["table"].rule
+  assert "looked up along the axis" in layers["table"].rule
+  assert "only looked up" in layers["words"].rule
   assert "too dense" in layers["full"].rule
   assert "fewer than" in layers["tiny"].rule
   assert "different axes" in layers["two"].rule

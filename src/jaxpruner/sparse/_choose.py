@@ -67,7 +67,7 @@ def measure(
 
 
 def candidates(
-  kept: np.ndarray, batch: int, stacked: bool = False
+  kept: np.ndarray, batch: int, stacked: bool = False, taken: bool = False
 ) -> dict[str, dict[str, Any]]:
   """Return the formats, with their options, that may beat dense.
 
@@ -75,12 +75,15 @@ def candidates(
     kept: the boolean (contracted, kept) mask of one weight.
     batch: how many rows it multiplies.
     stacked: whether the weight is one of a stack of layers.
+    taken: whether columns are also looked up.
   """
   seen = formats.Kept(kept, batch)
   found: dict[str, dict[str, Any]] = {}
   for name, kind in formats.FORMATS.items():
     if stacked and not kind.stackable:
       continue  # its arrays have shapes of their own in every layer
+    if taken and kind.take is formats.SparseMatrix.take:
+      continue  # it would decode the whole table for a few columns
     options = kind.fits(seen)
     if options is not None and kind.runs_here():
       found[name] = options

@@ -52,7 +52,7 @@ class Stacked(Sparse):
 class Use:
   """One place where the program consumes a weight."""
 
-  operation: str  # "dot", "conv", or the primitive that we can't replace
+  operation: str  # "dot", "conv", "take", or what we can't replace
   contract: tuple[int, ...] = ()
   stacked: bool = False
   x: Any = None  # shape and dtype of the other operand
@@ -243,6 +243,54 @@ def _conv(node: Node, lhs: Any, rhs: Any) -> list[Any] | None:
   return [product(lhs, rhs.dense)]
 
 
+def _take(w: Any, axis: int, indices: Any) -> Any:
+  """Return slices of a weight along an axis, or None if it can't say."""
+  if isinstance(w, Recorder):
+    w.record("take", [d for d in range(w.ndim) if d != axis])
+    return jnp.take(w.dense, indices, axis, mode="clip")
+  if isinstance(w, SparseTensor) and w.kept == (axis,):
+    return w.take(indices)
+  return None
+
+
+def _gather(node: Node, w: Any, indices: Any) -> list[Any] | None:
+  """Look up rows of a table: decode these, then gather from them alone."""
+  numbers, sizes = node.params["dimension_numbers"], node.params["slice_sizes"]
+  mapped = numbers.start_index_map
+  cut = [d for d in range(len(sizes)) if not sizes[d] == np.shape(w)[d] > 1]
+  if not _is_sparse(w) or len(cut) != 1 or numbers.operand_batching_dims:
+    return None
+  (axis,) = cut
+  fill = node.params["mode"] == jax.lax.GatherScatterMode.FILL_OR_DROP
+  # Along an axis taken whole a start of 0 is the only one within bounds.
+  if axis not in mapped or sizes[axis] != 1 or (fill and len(mapped) > 1):
+    return None
+  place = mapped.index(axis)
+  flat = indices[..., place].reshape(-1)
+  rows = _take(w, axis, jnp.clip(flat, 0, w.shape[axis] - 1))
+  if rows is None:
+    return None
+  order = jnp.arange(len(flat), dtype=indices.dtype)
+  if fill:  # an index outside the table must stay outside
+    inside = (flat >= 0) & (flat < w.shape[axis])
+    order = jnp.where(inside, order, len(flat))
+  order = order.reshape(indices.shape[:-1])
+  indices = indices.at[..., place].set(order)
+  return program.bind(node, [rows, indices], indices_are_sorted=False)
+
+
+def _dynamic_slice(node: Node, w: Any, *starts: Any) -> list[Any] | None:
+  """Look up one row of a table."""
+  sizes = node.params["slice_sizes"]
+  cut = [d for d in range(len(sizes)) if sizes[d] != w.shape[d]]
+  if len(cut) != 1 or sizes[cut[0]] != 1:
+    return None
+  (axis,) = cut
+  index = jnp.clip(starts[axis], 0, w.shape[axis] - 1)
+  row = _take(w, axis, jnp.reshape(index, (1,)))
+  return None if row is None else [row]
+
+
 def _scan(node: Node, *args: Any) -> list[Any]:
   """Enter a scan: sparse constants are shared, stacked weights are sliced."""
   scan = jaxprs.scan(node.eqn)
@@ -285,6 +333,8 @@ _RULES: dict[str, Callable[..., list[Any] | None]] = {
   "conv_general_dilated": _conv,
   "convert_element_type": _converted,
   "dot_general": _dot,
+  "dynamic_slice": _dynamic_slice,
+  "gather": _gather,
   "scan": _scan,
   "transpose": _transposed,
 }

@@ -255,7 +255,8 @@ def accelerate(
 
   `apply_fn` is traced, not edited. A sparse weight is a candidate if only
   products use it (dense layers, attention, convolutions; also inside `jit`,
-  `scan`, `remat` and custom derivatives). It is packed in the formats that suit
+  `scan`, `remat` and custom derivatives), or products and lookups (tied
+  embeddings). It is packed in the formats that suit
   its structure, each is timed on the model's own product, and the fastest is
   chosen if it beats dense by 10 %. Then the whole function is timed: if it is
   not faster than the dense function, the dense function is returned.
@@ -355,14 +356,16 @@ def _replace(
   why = _unfit_product(dense, uses)
   if why is not None:
     return stays(why, sparsity)
-  use = max(uses, key=lambda u: int(np.prod(u.x.shape)))
+  products = [u for u in uses if u.operation != "take"]
+  use = max(products, key=lambda u: int(np.prod(u.x.shape)))
   sample = kept[0] if use.stacked else kept
   folded = formats.fold(sample, use.contract)
   out = jax.eval_shape(
     use.run, use.x, jax.numpy.zeros(sample.shape, leaf.dtype)
   )
   batch = int(np.prod(out.shape)) // folded.shape[1]
-  tried = _choose.candidates(folded, batch, use.stacked)
+  taken = len(products) < len(uses)
+  tried = _choose.candidates(folded, batch, use.stacked, taken)
   if not tried:
     return stays("too dense, or no structure to use", sparsity)
   key = _choose.key(dense, kept, use, tried)
@@ -391,13 +394,20 @@ def _unfit(leaf: Any, uses: list[_rewrite.Use]) -> str | None:
 
 def _unfit_product(dense: np.ndarray, uses: list[_rewrite.Use]) -> str | None:
   """Return the reason why the products of a weight stay dense, or None."""
-  others = sorted({u.operation for u in uses} - {"dot", "conv"})
+  products = [u for u in uses if u.operation in ("dot", "conv")]
+  others = sorted({u.operation for u in uses} - {"dot", "conv", "take"})
+  if not products and not others:
+    return "only looked up: rows are read one at a time, nothing is multiplied"
   if others:
-    return f"also used by {', '.join(others)}"
+    also = "also " if products else ""
+    return f"{also}used by {', '.join(others)}"
   if dense.size < _choose.MIN_SIZE:
     return f"fewer than {_choose.MIN_SIZE} weights"
-  if len({(u.contract, u.stacked) for u in uses}) > 1:
+  if len({(u.contract, u.stacked) for u in products}) > 1:
     return "contracted along different axes"
+  summed = {(frozenset(u.contract), u.stacked) for u in uses}
+  if len(summed) > 1:
+    return "looked up along the axis that its product sums over"
   return None
 
 

@@ -138,8 +138,9 @@ class SparseMatrix(Sparse):
   A format must define `values`, fields for the positions of the values, `shape`
   (declared as `static()`), `fromdense` and `positions`. With these a weight can
   be packed, decoded, multiplied and differentiated. A format may define
-  `matmul`, a faster product, and `fits`, by which `accelerate` decides whether
-  to time the format. Register it with `register_format`.
+  `matmul`, a faster product, `fits`, by which `accelerate` decides whether to
+  time the format, and `take`, a lookup of columns. Register it with
+  `register_format`.
 
   Attributes:
     values: the stored values, the only array that is differentiated.
@@ -228,6 +229,21 @@ class SparseMatrix(Sparse):
     """
     return x @ self.todense()
 
+  def take(self, columns: jax.Array) -> jax.Array:
+    """Return some columns; by default out of the decoded matrix.
+
+    A table of embeddings that is also the last layer is packed for its
+    product, in which every token is a column; this is how it is looked up. A
+    format that does not define it is not used for such tables.
+
+    Args:
+      columns: (n,) integers, at least 0 and less than N.
+
+    Returns:
+      A dense array (n, K).
+    """
+    return self.todense()[:, columns].T
+
   def gather(self, dense: jax.Array) -> jax.Array:
     """Return the entries of a dense matrix at the positions of `values`.
 
@@ -281,6 +297,21 @@ class SparseTensor(Sparse):
   def kept(self) -> tuple[int, ...]:
     """The axes that are not contracted."""
     return tuple(d for d in range(self.ndim) if d not in self.contract)
+
+  def take(self, indices: jax.Array) -> jax.Array:
+    """Return slices along the only axis that is kept.
+
+    Args:
+      indices: (n,) integers within the axis.
+
+    Returns:
+      A dense array like the weight, of length n along this axis.
+    """
+    (axis,) = self.kept
+    sides = [self.shape[d] for d in self.contract]
+    rows = self.matrix.take(indices).reshape([len(indices), *sides])
+    order = (axis, *self.contract)
+    return jnp.transpose(rows, np.argsort(order).tolist())
 
   def todense(self) -> jax.Array:
     order = self.contract + self.kept
