@@ -23,7 +23,7 @@ import numpy as np
 
 from jaxpruner import _atomic, _fingerprint
 from jaxpruner.sparse import formats
-from jaxpruner.sparse._rewrite import Stacked
+from jaxpruner.sparse._parts import Stacked
 
 Timer = Callable[[Mapping[str, Callable[[], Any]]], dict[str, float]]
 
