@@ -16,6 +16,7 @@ FORMATS = {
   "nm": {"n": 2, "m": 4},
   "block": {"block_shape": (4, 8)},
   "compact": {},
+  "panel": {},
 }
 # Below, at and above a tile (256), a panel (64), a block; odd ends.
 SHAPES = [(8, 6), (264, 70), (4, 257)]

@@ -18,6 +18,7 @@ _MODULES = {
   "LayerReport": "reports",
   "LoadedModel": "artifacts",
   "NM": "format_nm",
+  "Panel": "format_panel",
   "Report": "reports",
   "Sell": "format_sell",
   "Shrunk": "shrinking",

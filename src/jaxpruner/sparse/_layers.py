@@ -47,9 +47,22 @@ class Leaf:
     return self.masked, [report]
 
 
-def replace(
-  leaf: Leaf, timings: _choose.Timings, timer: _choose.Timer
-) -> tuple[Any, list[LayerReport]]:
+@dataclasses.dataclass(frozen=True)
+class Clock:
+  """How products are timed.
+
+  Attributes:
+    timings: those that are known.
+    timer: measures the others.
+    cold: whether the model is larger than the processor's cache.
+  """
+
+  timings: _choose.Timings
+  timer: _choose.Timer
+  cold: bool
+
+
+def replace(leaf: Leaf, clock: Clock) -> tuple[Any, list[LayerReport]]:
   """Return the weight in its fastest format, and the report of each piece."""
   value = leaf.value
   if not hasattr(value, "dtype") or not leaf.uses:
@@ -57,11 +70,11 @@ def replace(
   if not jax.numpy.issubdtype(value.dtype, jax.numpy.floating):
     return leaf.stays("not a floating array")
   if all(use.piece is None for use in leaf.uses):
-    return _whole(leaf, timings, timer)
+    return _whole(leaf, clock)
   pieces = _pieces(leaf)
   if isinstance(pieces, str):
     return leaf.stays(pieces, _sparsity(leaf))
-  found = [replace(piece, timings, timer) for piece in pieces]
+  found = [replace(piece, clock) for piece in pieces]
   reports = [report for _, part in found for report in part]
   if not any(isinstance(new, Sparse) for new, _ in found):
     if len({report.rule for report in reports}) == 1:
@@ -128,9 +141,7 @@ def _piece(leaf: Leaf, axis: int, start: int, stop: int) -> Leaf:
   return Leaf(name, leaf.value[where], mask, uses)
 
 
-def _whole(
-  leaf: Leaf, timings: _choose.Timings, timer: _choose.Timer
-) -> tuple[Any, list[LayerReport]]:
+def _whole(leaf: Leaf, clock: Clock) -> tuple[Any, list[LayerReport]]:
   """Time the formats of a weight that is used whole; return the fastest."""
   dense = np.asarray(leaf.value)
   kept = dense != 0 if leaf.mask is None else np.asarray(leaf.mask).astype(bool)
@@ -150,11 +161,13 @@ def _whole(
   tried = _choose.candidates(folded, batch, use.stacked, taken)
   if not tried:
     return leaf.stays("too dense, or no structure to use", sparsity)
-  key = _choose.key(dense, kept, use, tried)
-  times = timings.get(key, ("dense", *tried))
+  key = _choose.key(dense, kept, use, tried, clock.cold)
+  times = clock.timings.get(key, ("dense", *tried))
   if times is None:
-    times = _choose.time_formats(dense, kept, use, tried, timer)
-    timings.table[key] = times
+    times = _choose.time_formats(
+      dense, kept, use, tried, clock.timer, clock.cold
+    )
+    clock.timings.table[key] = times
   best = _choose.fastest(times)
   if best == "dense":
     return leaf.stays(f"dense is fastest of {len(times)}", sparsity, times)

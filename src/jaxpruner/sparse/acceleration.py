@@ -198,10 +198,12 @@ def accelerate(
   warn_if_contradicted(params, masks, "accelerate")
   inputs = jax.tree.map(_concrete, example_inputs)
   uses = _rewrite.find_uses(apply_fn, params, inputs)
+  total = sum(getattr(leaf, "nbytes", 0) for _, leaf in named)
+  clock = _layers.Clock(timings, timer, total > _choose.cache_size())
   leaves, layers = [], []
   for (names, leaf), mask, where in zip(named, all_masks, uses, strict=True):
     weight = _layers.Leaf(_leaves.join(names), leaf, mask, where)
-    new, reports = _layers.replace(weight, timings, timer)
+    new, reports = _layers.replace(weight, clock)
     leaves.append(new)
     layers += reports
   timings.save()

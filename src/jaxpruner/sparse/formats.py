@@ -374,6 +374,7 @@ FORMATS: _registry.Registry[type[SparseMatrix]] = _registry.Registry(
     "nm": "jaxpruner.sparse.format_nm:NM",
     "sell": "jaxpruner.sparse.format_sell:Sell",
     "bitmask": "jaxpruner.sparse.format_bitmask:Bitmask",
+    "panel": "jaxpruner.sparse.format_panel:Panel",
   },
 )
 
@@ -447,7 +448,8 @@ def pack(
     weight: a dense array of any rank.
     mask: 1 = kept; by default nonzero entries are kept.
     format: "sell" (unstructured), "block", "nm", "bitmask", "compact" (whole
-      rows and columns removed), or a name given to `register_format`.
+      rows and columns removed), "panel" (dense), or a name given to
+      `register_format`.
     contract: the axes that a product sums over: (0,) for an in × out kernel,
       (1,) for out × in.
     **options: the format's own options, for example `block_shape=(64, 64)`.
