@@ -38,15 +38,15 @@ I1, I8, I16, I32, I64 = (ir.IntType(n) for n in (1, 8, 16, 32, 64))
 F32 = ir.FloatType()
 
 
-def vector(element: Any, width: int) -> Any:
+def _vector(element: Any, width: int) -> Any:
   return ir.VectorType(element, width)
 
 
-def load(b: Any, address: Any, kind: Any, align: int = 1) -> Any:
+def _load(b: Any, address: Any, kind: Any, align: int = 1) -> Any:
   return b.load(b.inttoptr(address, kind.as_pointer()), align=align)
 
 
-def store(b: Any, value: Any, address: Any, align: int = 4) -> None:
+def _store(b: Any, value: Any, address: Any, align: int = 4) -> None:
   b.store(value, b.inttoptr(address, value.type.as_pointer()), align=align)
 
 
@@ -56,21 +56,21 @@ def _function(b: Any, name: str, result: Any, *args: Any) -> Any:
   )
 
 
-def fma(b: Any, x: Any, y: Any, z: Any) -> Any:
+def _fma(b: Any, x: Any, y: Any, z: Any) -> Any:
   kind = x.type
   name = f"llvm.fma.v{kind.count}f32"
   return b.call(_function(b, name, kind, kind, kind, kind), [x, y, z])
 
 
-def splat(b: Any, scalar: Any, width: int) -> Any:
-  kind = vector(scalar.type, width)
+def _splat(b: Any, scalar: Any, width: int) -> Any:
+  kind = _vector(scalar.type, width)
   undefined = ir.Constant(kind, ir.Undefined)
   one = b.insert_element(undefined, scalar, I32(0))
-  zeros = ir.Constant(vector(I32, width), [0] * width)
+  zeros = ir.Constant(_vector(I32, width), [0] * width)
   return b.shuffle_vector(one, undefined, zeros)
 
 
-def prefetch_line(b: Any, address: Any) -> None:
+def _prefetch(b: Any, address: Any) -> None:
   pointer = b.inttoptr(address, I8.as_pointer())
   f = _function(
     b, "llvm.prefetch.p0", ir.VoidType(), pointer.type, I32, I32, I32
@@ -78,8 +78,8 @@ def prefetch_line(b: Any, address: Any) -> None:
   b.call(f, [pointer, I32(0), I32(2), I32(1)])
 
 
-def zero(width: int) -> Any:
-  return ir.Constant(vector(F32, width), [0.0] * width)
+def _zero(width: int) -> Any:
+  return ir.Constant(_vector(F32, width), [0.0] * width)
 
 
 def memory(name: str, element: Any, kind: Any) -> Any:
@@ -88,14 +88,14 @@ def memory(name: str, element: Any, kind: Any) -> Any:
   @intrinsic
   def read(_, address):
     def emit(context, b, signature, args):
-      return load(b, args[0], element)
+      return _load(b, args[0], element)
 
     return kind(types.int64), emit
 
   @intrinsic
   def write(_, address, value):
     def emit(context, b, signature, args):
-      store(b, args[1], args[0], align=1)
+      _store(b, args[1], args[0], align=1)
       return context.get_dummy_value()
 
     return types.void(types.int64, kind), emit
@@ -116,19 +116,19 @@ def prefetch(_, address):
   """Ask for a cache line that will be read soon."""
 
   def emit(context, b, signature, args):
-    prefetch_line(b, args[0])
+    _prefetch(b, args[0])
     return context.get_dummy_value()
 
   return types.void(types.int64), emit
 
 
-def load_weights(b: Any, address: Any, count: int, bf16: bool) -> Any:
+def _weights(b: Any, address: Any, count: int, bf16: bool) -> Any:
   """Load neighbouring weights as float32: bfloat16 is its upper half."""
   if not bf16:
-    return load(b, address, vector(F32, count), 4)
-  wide = b.zext(load(b, address, vector(I16, count)), vector(I32, count))
+    return _load(b, address, _vector(F32, count), 4)
+  wide = b.zext(_load(b, address, _vector(I16, count)), _vector(I32, count))
   shift = ir.Constant(wide.type, [16] * count)
-  return b.bitcast(b.shl(wide, shift), vector(F32, count))
+  return b.bitcast(b.shl(wide, shift), _vector(F32, count))
 
 
 def _opaque(b: Any, value: Any) -> Any:
@@ -141,7 +141,7 @@ def _opaque(b: Any, value: Any) -> Any:
 def _lane(b: Any, vector: Any, lane: int, width: int) -> Any:
   """Spread one lane over a whole vector."""
   undefined = ir.Constant(vector.type, ir.Undefined)
-  mask = ir.Constant(vector(I32, width), [lane] * width)
+  mask = ir.Constant(_vector(I32, width), [lane] * width)
   return b.shuffle_vector(vector, undefined, mask)
 
 
@@ -161,39 +161,39 @@ def axpy(vectors: int, width: int, lanes: int, bf16: bool) -> Any:
   def f(_, x, values, indices, count, columns, y, first):
     def emit(context, b, signature, args):
       x, values, indices, count, columns, y, first = args
-      kind = vector(F32, width)
+      kind = _vector(F32, width)
       sums, outs = [], []
       for lane in range(lanes):
-        column = b.zext(load(b, b.add(columns, I64(lane)), I8), I64)
+        column = b.zext(_load(b, b.add(columns, I64(lane)), I8), I64)
         outs.append(b.add(y, b.mul(column, I64(row))))
         sums.append([cgutils.alloca_once(b, kind) for _ in range(vectors)])
       with b.if_else(first) as (fresh, resumed):
         with fresh:
           for total in sum(sums, []):
-            b.store(zero(width), total)
+            b.store(_zero(width), total)
         with resumed:
           for out, totals in zip(outs, sums, strict=True):
             for v, total in enumerate(totals):
               address = b.add(out, I64(4 * width * v))
-              b.store(load(b, address, kind, 4), total)
+              b.store(_load(b, address, kind, 4), total)
       with cgutils.for_range(b, count) as loop:
         slot = loop.index
         weights = b.add(values, b.mul(slot, I64(size * LANES)))
         # One load and a shuffle per lane; LLVM would make it a load per lane,
         # and loads are what this loop is short of.
-        weights = _opaque(b, load_weights(b, weights, lanes, bf16))
-        packed = load(b, b.add(indices, b.mul(slot, I64(LANES))), word)
+        weights = _opaque(b, _weights(b, weights, lanes, bf16))
+        packed = _load(b, b.add(indices, b.mul(slot, I64(LANES))), word)
         for lane, totals in enumerate(sums):
           index = b.and_(b.lshr(packed, word(8 * lane)), word(255))
           index = index if lanes == 8 else b.zext(index, I64)
           source = b.add(x, b.mul(index, I64(row)))
           weight = _lane(b, weights, lane, width)
           for v, total in enumerate(totals):
-            part = load(b, b.add(source, I64(4 * width * v)), kind, 4)
-            b.store(fma(b, weight, part, b.load(total)), total)
+            part = _load(b, b.add(source, I64(4 * width * v)), kind, 4)
+            b.store(_fma(b, weight, part, b.load(total)), total)
       for out, totals in zip(outs, sums, strict=True):
         for v, total in enumerate(totals):
-          store(b, b.load(total), b.add(out, I64(4 * width * v)))
+          _store(b, b.load(total), b.add(out, I64(4 * width * v)))
       return context.get_dummy_value()
 
     arguments = [types.int64] * 6 + [types.boolean]
@@ -209,25 +209,26 @@ def spread(vectors: int, width: int, bf16: bool) -> Any:
   that each index names; rows are `vectors` vectors of `width`.
   """
   size = 2 if bf16 else 4
-  kind = vector(F32, width)
+  kind = _vector(F32, width)
 
   @intrinsic
   def f(_, row, values, indices, count, sums):
     def emit(context, b, signature, args):
       row, values, indices, count, sums = args
       parts = [
-        load(b, b.add(row, I64(4 * width * v)), kind, 4) for v in range(vectors)
+        _load(b, b.add(row, I64(4 * width * v)), kind, 4)
+        for v in range(vectors)
       ]
       with cgutils.for_range(b, count) as loop:
         slot = b.mul(loop.index, I64(LANES))
         address = b.add(values, b.mul(slot, I64(size)))
-        weight = _lane(b, load_weights(b, address, 1, bf16), 0, width)
-        index = b.zext(load(b, b.add(indices, slot), I8), I64)
+        weight = _lane(b, _weights(b, address, 1, bf16), 0, width)
+        index = b.zext(_load(b, b.add(indices, slot), I8), I64)
         target = b.add(sums, b.mul(index, I64(4 * width * vectors)))
         for v, part in enumerate(parts):
           place = b.add(target, I64(4 * width * v))
-          total = load(b, place, kind, 4)
-          store(b, fma(b, weight, part, total), place)
+          total = _load(b, place, kind, 4)
+          _store(b, _fma(b, weight, part, total), place)
       return context.get_dummy_value()
 
     return types.void(*[types.int64] * 5), emit
@@ -241,7 +242,7 @@ def _lookup(b: Any, table: list, packed: Any) -> Any:
   Eight two-register permutes use the low five bits, and three rounds of blends
   the high ones: less than half the time of a gather.
   """
-  index = b.zext(packed, vector(I32, 16))
+  index = b.zext(packed, _vector(I32, 16))
   kind = table[0].type
   permute = _function(
     b, "llvm.x86.avx512.vpermi2var.ps.512", kind, kind, index.type, kind
@@ -263,8 +264,8 @@ def _lookup(b: Any, table: list, packed: Any) -> Any:
 def _gather(b: Any, x: Any, packed: Any) -> Any:
   """Load x[index] for a vector of one-byte indices."""
   width = packed.type.count
-  kind = vector(F32, width)
-  index = b.zext(packed, vector(I32, width))
+  kind = _vector(F32, width)
+  index = b.zext(packed, _vector(I32, width))
   if _AVX2 and width == 8:
     base = b.inttoptr(x, I8.as_pointer())
     mask = b.bitcast(ir.Constant(index.type, [-1] * 8), kind)
@@ -278,11 +279,11 @@ def _gather(b: Any, x: Any, packed: Any) -> Any:
       kind,
       I8,
     )
-    return b.call(f, [zero(8), base, index, mask, I8(4)])
+    return b.call(f, [_zero(8), base, index, mask, I8(4)])
   result = ir.Constant(kind, ir.Undefined)
   for lane in range(width):
     one = b.zext(b.extract_element(index, I32(lane)), I64)
-    part = load(b, b.add(x, b.mul(one, I64(4))), F32, 4)
+    part = _load(b, b.add(x, b.mul(one, I64(4))), F32, 4)
     result = b.insert_element(result, part, I32(lane))
   return result
 
@@ -296,21 +297,21 @@ def dot(bf16: bool, ahead: int) -> Any:
   """
   size = 2 if bf16 else 4
   parts = LANES // WIDTH
-  kind = vector(F32, WIDTH)
+  kind = _vector(F32, WIDTH)
 
   def step(b: Any, pick: Any, values: Any, indices: Any, sums: list) -> None:
     for p, total in enumerate(sums):
       weights = b.add(values, I64(size * WIDTH * p))
-      weight = load_weights(b, weights, WIDTH, bf16)
-      packed = load(b, b.add(indices, I64(WIDTH * p)), vector(I8, WIDTH))
-      b.store(fma(b, weight, pick(packed), b.load(total)), total)
+      weight = _weights(b, weights, WIDTH, bf16)
+      packed = _load(b, b.add(indices, I64(WIDTH * p)), _vector(I8, WIDTH))
+      b.store(_fma(b, weight, pick(packed), b.load(total)), total)
 
   @intrinsic
   def f(_, x, values, indices, count, out):
     def emit(context, b, signature, args):
       x, values, indices, count, out = args
       if AVX512:
-        table = [load(b, b.add(x, I64(64 * i)), kind, 4) for i in range(16)]
+        table = [_load(b, b.add(x, I64(64 * i)), kind, 4) for i in range(16)]
         pick = functools.partial(_lookup, b, table)
       else:
         pick = functools.partial(_gather, b, x)
@@ -319,16 +320,16 @@ def dot(bf16: bool, ahead: int) -> Any:
         [cgutils.alloca_once(b, kind) for _ in range(parts)] for _ in range(2)
       ]
       for total in sums[0] + sums[1]:
-        b.store(zero(WIDTH), total)
+        b.store(_zero(WIDTH), total)
       pairs = b.lshr(count, I64(1))
       with cgutils.for_range(b, pairs) as loop:
         slot = b.shl(loop.index, I64(1))
         v = b.add(values, b.mul(slot, I64(size * LANES)))
         i = b.add(indices, b.mul(slot, I64(LANES)))
-        prefetch_line(b, b.add(v, I64(size * LANES * ahead)))
+        _prefetch(b, b.add(v, I64(size * LANES * ahead)))
         if not bf16:
-          prefetch_line(b, b.add(v, I64(size * LANES * (ahead + 1))))
-        prefetch_line(b, b.add(i, I64(LANES * ahead)))
+          _prefetch(b, b.add(v, I64(size * LANES * (ahead + 1))))
+        _prefetch(b, b.add(i, I64(LANES * ahead)))
         step(b, pick, v, i, sums[0])
         step(
           b, pick, b.add(v, I64(size * LANES)), b.add(i, I64(LANES)), sums[1]
@@ -339,7 +340,7 @@ def dot(bf16: bool, ahead: int) -> Any:
         step(b, pick, v, b.add(indices, b.mul(slot, I64(LANES))), sums[0])
       for p in range(parts):
         total = b.fadd(b.load(sums[0][p]), b.load(sums[1][p]))
-        store(b, total, b.add(out, I64(4 * WIDTH * p)))
+        _store(b, total, b.add(out, I64(4 * WIDTH * p)))
       return context.get_dummy_value()
 
     return types.void(*[types.int64] * 5), emit
@@ -354,12 +355,12 @@ def transpose(width: int) -> Any:
   many bytes apart, `sources` rows may be read and `targets` be written; the
   last readable row stands in for those beyond it.
   """
-  kind = vector(F32, width)
+  kind = _vector(F32, width)
 
   def exchange(b: Any, rows: list, step: int) -> None:
     low = [l if not l & step else width + l - step for l in range(width)]
     high = [l + step if not l & step else width + l for l in range(width)]
-    masks = [ir.Constant(vector(I32, width), m) for m in (low, high)]
+    masks = [ir.Constant(_vector(I32, width), m) for m in (low, high)]
     for i in range(width):
       if not i & step:
         pair = rows[i], rows[i + step]
@@ -373,14 +374,14 @@ def transpose(width: int) -> Any:
       rows = []
       for i in range(width):
         row = b.select(b.icmp_signed("<", I64(i), last), I64(i), last)
-        rows.append(load(b, b.add(source, b.mul(source_row, row)), kind, 4))
+        rows.append(_load(b, b.add(source, b.mul(source_row, row)), kind, 4))
       step = 1
       while step < width:
         exchange(b, rows, step)
         step *= 2
       for i, row in enumerate(rows):
         with b.if_then(b.icmp_signed("<", I64(i), targets), likely=True):
-          store(b, row, b.add(target, b.mul(target_row, I64(i))))
+          _store(b, row, b.add(target, b.mul(target_row, I64(i))))
       return context.get_dummy_value()
 
     return types.void(*[types.int64] * 6), emit
@@ -406,7 +407,7 @@ def expand(rows: int, panel: int = 64) -> Any:
   64 sums. Needs AVX-512: nothing else expands packed values at speed.
   """
   width, parts = 16, panel // 16
-  kind, flags = vector(F32, width), vector(I1, width)
+  kind, flags = _vector(F32, width), _vector(I1, width)
 
   def expanded(b: Any, pointer: Any, bits: Any) -> Any:
     f = _function(
@@ -414,7 +415,7 @@ def expand(rows: int, panel: int = 64) -> Any:
       kind, F32.as_pointer(), flags, kind,
     )  # fmt: skip
     pointer = b.inttoptr(pointer, F32.as_pointer())
-    return b.call(f, [pointer, b.bitcast(bits, flags), zero(width)])
+    return b.call(f, [pointer, b.bitcast(bits, flags), _zero(width)])
 
   def ones(b: Any, bits: Any) -> Any:
     count = b.call(_function(b, "llvm.ctpop.i64", I64, I64), [bits])
@@ -430,13 +431,13 @@ def expand(rows: int, panel: int = 64) -> Any:
         for _ in range(rows)
       ]
       for total in sum(sums, []):
-        b.store(zero(width), total)
+        b.store(_zero(width), total)
       cursor = cgutils.alloca_once_value(b, values)
       with cgutils.for_range(b, count) as loop:
-        word = load(b, b.add(bits, b.mul(loop.index, I64(8))), I64)
+        word = _load(b, b.add(bits, b.mul(loop.index, I64(8))), I64)
         start = b.load(cursor)
-        prefetch_line(b, b.add(start, I64(2560)))
-        prefetch_line(b, b.add(start, I64(2624)))
+        _prefetch(b, b.add(start, I64(2560)))
+        _prefetch(b, b.add(start, I64(2624)))
         weights = []
         for p in range(parts):
           # The weights before this part: counted from the word, not chained.
@@ -446,12 +447,12 @@ def expand(rows: int, panel: int = 64) -> Any:
         b.store(b.add(start, ones(b, word)), cursor)
         offset = b.mul(loop.index, I64(4))
         for begin, totals in zip(starts, sums, strict=True):
-          scale = splat(b, load(b, b.add(begin, offset), F32, 4), width)
+          scale = _splat(b, _load(b, b.add(begin, offset), F32, 4), width)
           for weight, total in zip(weights, totals, strict=True):
-            b.store(fma(b, scale, weight, b.load(total)), total)
+            b.store(_fma(b, scale, weight, b.load(total)), total)
       for r, totals in enumerate(sums):
         for p, total in enumerate(totals):
-          store(b, b.load(total), b.add(out, I64(4 * (panel * r + 16 * p))))
+          _store(b, b.load(total), b.add(out, I64(4 * (panel * r + 16 * p))))
       return context.get_dummy_value()
 
     return types.void(*[types.int64] * 7), emit

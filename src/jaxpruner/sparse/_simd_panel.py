@@ -5,22 +5,8 @@ from typing import Any
 
 from numba.core import cgutils, types
 
-from jaxpruner.sparse._simd import (
-  F32,
-  I1,
-  I64,
-  WIDTH,
-  batch_rows,
-  fma,
-  intrinsic,
-  load,
-  load_weights,
-  prefetch_line,
-  splat,
-  store,
-  vector,
-  zero,
-)
+from jaxpruner.sparse import _simd
+from jaxpruner.sparse._simd import F32, I1, I64, WIDTH, batch_rows, intrinsic
 
 
 def multiply(rows: int, parts: int, bf16: bool, panel: int = 64) -> Any:
@@ -31,21 +17,21 @@ def multiply(rows: int, parts: int, bf16: bool, panel: int = 64) -> Any:
   `parts` vectors are multiplied; `out` receives the sums, 64 floats apart.
   """
   size = 2 if bf16 else 4
-  kind = vector(F32, WIDTH)
+  kind = _simd._vector(F32, WIDTH)
   # A single row has too few sums to hide the latency of one behind another.
   turns = 2 if rows == 1 else 1
 
   def step(b: Any, starts: list, values: Any, index: Any, sums: list) -> None:
     line = b.add(values, b.mul(index, I64(size * panel)))
-    line_weights = [
-      load_weights(b, b.add(line, I64(size * WIDTH * p)), WIDTH, bf16)
+    weights = [
+      _simd._weights(b, b.add(line, I64(size * WIDTH * p)), WIDTH, bf16)
       for p in range(parts)
     ]
     for begin, totals in zip(starts, sums, strict=True):
-      x = load(b, b.add(begin, b.mul(index, I64(4))), F32, 4)
-      scale = splat(b, x, WIDTH)
-      for weight, total in zip(line_weights, totals, strict=True):
-        b.store(fma(b, scale, weight, b.load(total)), total)
+      x = _simd._load(b, b.add(begin, b.mul(index, I64(4))), F32, 4)
+      scale = _simd._splat(b, x, WIDTH)
+      for weight, total in zip(weights, totals, strict=True):
+        b.store(_simd._fma(b, scale, weight, b.load(total)), total)
 
   @intrinsic
   def f(_, x, stride, last, values, count, out):
@@ -57,12 +43,12 @@ def multiply(rows: int, parts: int, bf16: bool, panel: int = 64) -> Any:
         for _ in range(turns)
       ]
       for total in sum(sum(sums, []), []):
-        b.store(zero(WIDTH), total)
+        b.store(_simd._zero(WIDTH), total)
       with cgutils.for_range(b, b.udiv(count, I64(turns))) as loop:
         first = b.mul(loop.index, I64(turns))
         ahead = b.add(values, b.mul(b.add(first, I64(16)), I64(size * panel)))
         for line in range(0, turns * size * WIDTH * parts, 64):
-          prefetch_line(b, b.add(ahead, I64(line)))
+          _simd._prefetch(b, b.add(ahead, I64(line)))
         for turn in range(turns):
           step(b, starts, values, b.add(first, I64(turn)), sums[turn])
       if turns == 2:
@@ -72,7 +58,7 @@ def multiply(rows: int, parts: int, bf16: bool, panel: int = 64) -> Any:
         total = b.load(sums[0][r][p])
         if turns == 2:
           total = b.fadd(total, b.load(sums[1][r][p]))
-        store(b, total, b.add(out, I64(4 * (panel * r + WIDTH * p))))
+        _simd._store(b, total, b.add(out, I64(4 * (panel * r + WIDTH * p))))
       return context.get_dummy_value()
 
     return types.void(*[types.int64] * 6), emit
