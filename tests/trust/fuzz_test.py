@@ -26,7 +26,7 @@ import pytest
 
 from jaxpruner import datasets, sparse
 from jaxpruner.compare import files as compare_files
-from jaxpruner.compare import records, run_folder, settings, table
+from jaxpruner.compare import record_files, records, run_folder, settings, table
 from jaxpruner.datasets import archives
 from jaxpruner.post_training.models import gguf
 from jaxpruner.sparse import (
@@ -326,6 +326,35 @@ def damage_toml(rng, content):
   return "\n".join(lines).encode(errors="surrogatepass")
 
 
+def make_records():
+  info = run_folder.RunInfo({"task": "digits"}, {"jax": "1"}, format=3)
+  cell = compare_helpers.record("rigl@0.8", [1.0, 2.5])
+  curve = record_files.Training("rigl@0.8", 4, [0, 2], [[1.0], [None]], "ab")
+  time = records.Latency("rigl@0.8", 1.5, "dense")
+  found = record_files.Records(
+    info, {cell.cell: cell}, {cell.cell: curve}, {cell.cell: time}
+  )
+  with tempfile.TemporaryDirectory() as folder:
+    path = pathlib.Path(folder) / "x.jsonl"
+    record_files.save(found, str(path))
+    return path.read_bytes()
+
+
+def damage_records(rng, content):
+  """Damage one line as JSON, or the whole as bytes."""
+  if rng.random() < 0.3:
+    return fuzz.damage_bytes(rng, content)
+  lines = content.splitlines()
+  at = rng.randrange(len(lines))
+  lines[at] = fuzz.damage_json(rng, lines[at])
+  return b"\n".join(lines)
+
+
+def read_records(path):
+  with record_files.as_folders([str(path)]) as (folder,):
+    run_folder.read_results(folder)
+
+
 JOB = {"settings": {"method": "wanda", "damping": 0.01}, "data": "ab" * 32,
        "targets": {"a/w": 0.5}, "refit": False}  # fmt: skip
 CACHE = json.dumps({"k": {"dense": 1.0, "sell": 0.5}, "l": {"dense": 2}})
@@ -359,6 +388,8 @@ READERS = {
   "cache": (CACHE.encode, fuzz.damage_json, read_cache, ()),
   "run": (make_run, damage_run, read_run, compare_files.RunFolderError),
   "toml": (lambda: TOML, damage_toml, settings.read_config, ValueError),
+  "records": (make_records, damage_records, read_records,
+              run_folder.RunFolderError),
   "job": (lambda: json.dumps(JOB).encode(), fuzz.damage_json, read_job,
           ValueError),
 }  # fmt: skip

@@ -139,5 +139,5 @@ def warn_if_emptied(view: Prunable, masks: list[Any]) -> None:
       f"global pruning removed every weight of {', '.join(empty)}: the layer "
       "has collapsed; lower the sparsity, normalise with "
       "use_normalization=True, or give these leaves a custom_sparsity_map",
-      stacklevel=4,
+      stacklevel=5,
     )

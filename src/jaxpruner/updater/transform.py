@@ -12,7 +12,7 @@ from jaxpruner import _leaves, engine
 from jaxpruner._leaves import ABSENT, PyTree
 from jaxpruner.updater import checks, hidden, moments, selecting
 from jaxpruner.updater.masks import count_changes
-from jaxpruner.updater.state import SparseState
+from jaxpruner.updater.state import SparseState, unpack_mask
 
 # What a mask update changes; the optimizer's state is not part of it.
 _CHANGING = ("stored_masks", "skipped", "explored", "tally")
@@ -168,7 +168,7 @@ def _optimize(updater, inner, step, state, params, rest):
   masks = _leaves.align(params, state.masks)
   if updater.use_packed_masks:
     pairs = zip(masks, jax.tree.leaves(params), strict=True)
-    masks = [m if m is None else _leaves.unpack(m, p) for m, p in pairs]
+    masks = [m if m is None else unpack_mask(m, p) for m, p in pairs]
   fresh = None
   if updater.regrows:
     # Some moments start at the parameter: that of a pruned one is zero.
