@@ -145,6 +145,22 @@ def test_text_that_utf_8_cannot_hold_is_no_metadata(tmp_path, text):
   assert not (tmp_path / "x").exists()
 
 
+def test_a_writer_that_cannot_keep_its_word_leaves_no_file(tmp_path):
+  two = np.dtype(np.float32), (2,)
+  pieces = [np.ones(1, np.float32)]
+  with pytest.raises(RuntimeError, match="pieces do not fill the shape"):
+    with _safetensors.Writer(tmp_path / "x", {"w": two}, {}) as writer:
+      writer.add("w", *two, pieces)
+  with pytest.raises(RuntimeError, match="outgrew"):
+    with _safetensors.Writer(tmp_path / "x", {"w": two}, {}) as writer:
+      writer.add("w", *two, pieces * 2)
+      writer.metadata["late"] = "x" * 99
+  assert not [*tmp_path.iterdir()]
+  with _safetensors.Writer(tmp_path / "x", {"w": two}, {}) as writer:
+    writer.add("w", *two, pieces * 2)
+  assert files.load(tmp_path / "x")[0]["w"].tolist() == [1, 1]
+
+
 def test_a_shape_is_bounded_by_its_bytes():
   assert _safetensors.is_shape([1 << 61])
   assert _safetensors.is_shape([1 << 60], 2)
