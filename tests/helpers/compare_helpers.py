@@ -28,7 +28,8 @@ def settings(**changes) -> ComparisonSettings:
 
 def record(cell: str, values: list, **changes) -> Record:
   """Return a record made by hand."""
-  name, _, sparsity = cell.partition("@")
+  name, _, rest = cell.partition("@")
+  sparsity = rest.partition("+")[0]
   made = {
     "cell": cell,
     "algorithm": name,

@@ -21,6 +21,7 @@ run_folder    the results on disk; a run can be killed at any time
 fingerprint   everything that determines a run's numbers
 statistics, table, columns, exports   from records to numbers, rows and text
 metric_picture, pictures, page, terminal, latency   pictures, report, times
+questions/    questions with their axes, measurements, pictures and verdict
 command, report_command   the two subcommands
 from_python   `jaxpruner.compare.run`
 """
@@ -38,4 +39,8 @@ def __getattr__(name: str) -> Any:
     from jaxpruner.compare import from_python
 
     return getattr(from_python, name)
+  if name in ("Question", "register_question"):
+    from jaxpruner.compare import questions
+
+    return getattr(questions, name)
   raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

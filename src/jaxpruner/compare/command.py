@@ -72,6 +72,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     metavar="CHECKPOINT",
     help="start every row from these weights: safetensors, Orbax, npz, ...",
   )
+  add(
+    "--question",
+    metavar="NAME",
+    help="answer a question: its axes, measurements, pictures and verdict "
+    "(--list shows all)",
+  )
   add("--list", action="store_true", help="list tasks and algorithms")
   add("--quiet", action="store_true", help="no progress bar")
 
@@ -115,6 +121,18 @@ def run(args: argparse.Namespace) -> int:
     return 130
 
 
+# Options with one value, which are settings of the same name.
+_SINGLE = (
+  "task",
+  "seeds",
+  "devices",
+  "data",
+  "all_layers",
+  "checkpoint",
+  "question",
+)
+
+
 def settings_from(args: argparse.Namespace) -> "ComparisonSettings":
   """Return the settings: defaults, then the file, then the options.
 
@@ -129,6 +147,7 @@ def settings_from(args: argparse.Namespace) -> "ComparisonSettings":
   """
   from jaxpruner.compare import plan, spelling
   from jaxpruner.compare import settings as settings_lib
+  from jaxpruner.compare.questions import asking
 
   values = settings_lib.read_config(args.config) if args.config else {}
   named = values.get("task", "")
@@ -144,7 +163,7 @@ def settings_from(args: argparse.Namespace) -> "ComparisonSettings":
       f"--config {args.config}: names modules to import; a file imports "
       f"nothing by itself: if you trust them, type {named}"
     )
-  for name in ("task", "seeds", "devices", "data", "all_layers", "checkpoint"):
+  for name in _SINGLE:
     if getattr(args, name) is not None:
       values[name] = getattr(args, name)
   for name in ("algorithms", "distribution", "optimizer"):
@@ -159,6 +178,7 @@ def settings_from(args: argparse.Namespace) -> "ComparisonSettings":
   if args.sparsity is not None:
     values["sparsity"] = _fractions(args.sparsity)
   values["options"] = _options(args, values.get("options", {}))
+  values = asking.with_axes(values)
   if "sparsity" not in values:
     values["sparsity"] = _default_sparsity(values.get("type", ()))
   settings = settings_lib.ComparisonSettings(**values)
@@ -264,6 +284,7 @@ def compare(settings: "ComparisonSettings", out: str, running: Running) -> int:
     run_folder,
     terminal,
   )
+  from jaxpruner.compare.questions import measuring
 
   wanted = plan.cells_of(settings)
   task = plan.base_task(settings)
@@ -292,9 +313,11 @@ def compare(settings: "ComparisonSettings", out: str, running: Running) -> int:
     measured = run_folder.read_latency(out)
     missing = [cell for cell in wanted if cell.id not in measured]
     latency.measure_all(run.path, settings, missing, run.append)
+    measuring.measure_all(run.path, settings, run.append)
     rows = page.write_report([out], out)
   if running.table:
     terminal.print_table(rows)
+    terminal.print_answer(out)
     print(f"report: {pathlib.Path(out) / 'report.html'}")
   return int(any(row.problem for row in rows))
 
@@ -346,7 +369,7 @@ def _default_jobs() -> int:
 def print_list() -> None:
   """Print the tasks and the algorithms with their categories."""
   import jaxpruner
-  from jaxpruner.compare import cells, groups, tasks
+  from jaxpruner.compare import cells, groups, questions, tasks
   from jaxpruner.post_training.solvers.table import SOLVERS
 
   print("tasks")
@@ -356,6 +379,9 @@ def print_list() -> None:
     lines = (tasks.task_class(name).__doc__ or "").strip().splitlines()
     summary = lines[0] if lines else ""
     print(f"  {name:14} {summary}\n{'':17}{options}")
+  print("\nquestions")
+  for name in questions.QUESTIONS:
+    print(f"  {name:14} {questions.QUESTIONS.find(name).asks}")
   print("\nalgorithms")
   fitting, default = groups.fitting_algorithms(), groups.default_algorithms()
   for name in jaxpruner.all_algorithm_names():
