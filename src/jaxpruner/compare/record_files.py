@@ -227,7 +227,7 @@ def _check_curve(training: Training, file: str) -> None:
   starts = [start for start in training.starts if isinstance(start, int)]
   ends = [*starts[1:], training.steps]
   if not (len(starts) == len(training.starts) == len(training.losses)) or any(
-    start >= end for start, end in zip(starts, ends, strict=True)
+    start >= end for start, end in zip(starts, ends, strict=False)
   ):
     raise RunFolderError(
       f"{file}: the training of {training.cell!r:.60} has chunks that do not "
