@@ -64,7 +64,13 @@ class Npz(_foreign.Foreign):
   def _opened(self, name: str) -> Any:
     try:
       return self._zip.open(name + ".npy")
-    except (zipfile.BadZipFile, RuntimeError, KeyError, OSError) as e:
+    except (
+      zipfile.BadZipFile,
+      RuntimeError,
+      KeyError,
+      ValueError,
+      OSError,
+    ) as e:
       raise st.FileFormatError(f"{self.path}: {name!r}: {e}") from e
 
   def __exit__(self, *exc: object) -> None:
