@@ -11,6 +11,14 @@ from collections.abc import Sequence
 COMMANDS = {
   "compare": ("jaxpruner.compare.command", "compare algorithms fairly"),
   "report": ("jaxpruner.compare.report_command", "rebuild a run's report"),
+  "records": (
+    "jaxpruner.compare.records_command",
+    "publish a run's records, or restore a run",
+  ),
+  "reproduce": (
+    "jaxpruner.compare.reproduce_command",
+    "run a published cell again, bit for bit",
+  ),
   "fit": ("jaxpruner.compare.fit_command", "fit a law of scale to runs"),
   "data": (
     "jaxpruner.post_training.data_command",

@@ -317,7 +317,7 @@ def cache_key(updater: Any, leaves: list[Any], treedef: Any) -> Any:
   if not known or not (isinstance(kind, Mapping) or hasattr(kind, "mask")):
     return None
   names = ("sparsity", "filter_fn", "custom_sparsity_map")
-  fields = [fn, kind, updater.topk_fn, updater.use_packed_masks]
+  fields = [fn, kind, given_topk_fn(updater), updater.use_packed_masks]
   fields.append(updater.stacked_axis)
   fields += [getattr(updater, n) for n in names if updater.ranking == "global"]
   try:
@@ -365,8 +365,8 @@ def _checked(updater: Any, layer: Any, kind: Any, sparsity: Any) -> Any:
 def _types(updater: Any, leaves: list[Any], all_names: list[Any]) -> list[Any]:
   """Return the sparsity type of each `(names, leaf)`."""
   kind = updater.sparsity_type
-  if updater.topk_fn is not None:
-    kinds = [_TopKFn(updater.topk_fn)] * len(leaves)
+  if (topk_fn := given_topk_fn(updater)) is not None:
+    kinds = [_TopKFn(topk_fn)] * len(leaves)
   elif isinstance(kind, Mapping):
     # A pattern must match some leaf, pruned or not.
     keys = _leaves.match_patterns(kind, all_names, "sparsity_type")
@@ -389,6 +389,11 @@ def _for_leaf(kind: Any, names: Names, leaf: Any) -> Any:
     )
   named = hasattr(kind, "for_leaf")
   return kind.for_leaf(names, leaf.shape) if named else kind
+
+
+def given_topk_fn(updater: Any) -> Any:
+  """Return the `topk_fn` that an updater was given, or None."""
+  return vars(updater).get("topk_fn")
 
 
 @dataclasses.dataclass(frozen=True)
