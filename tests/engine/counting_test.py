@@ -131,14 +131,14 @@ def test_rows_divide_leaves_where_they_can():
 def test_small_leaves_are_copied_and_large_ones_are_not(monkeypatch):
   monkeypatch.undo()
 
-  def fetched(*shapes):
-    leaves = [jnp.zeros(shape) for shape in shapes]
-    counter = counting.Counter(Group(leaves, False), is_sharded=False)
-    return counter.small, counter.length
+  def copied(*shapes):
+    sizes = np.array([np.prod(shape) for shape in shapes])
+    assert counting.split(sizes, is_sharded=True)[0] == []
+    return counting.split(sizes, is_sharded=False)[0]
 
-  assert fetched((784, 300), (300, 100), (100, 10)) == ([1, 2], 30000)
-  assert fetched(*[(512, 2048)] * 3) == ([], 0)
-  assert fetched(*[(256, 256)] * 60) == (list(range(60)), 65536)
+  assert copied((784, 300), (300, 100), (100, 10)) == [1, 2]
+  assert copied(*[(512, 2048)] * 3) == []
+  assert copied(*[(256, 256)] * 60) == list(range(60))
 
 
 @pytest.mark.quick

@@ -63,10 +63,10 @@ def find_thresholds(
   ).pack()
   table = jax.vmap(begin)(keep, jnp.asarray(sizes, COUNT), guess)
   table, number = vary(table, anchor), len(group.leaves)
-  count_leaf = Counter(group, is_sharded).count
+  count_leaf = counter(group, is_sharded, None)
   if jnp.dtype(group.dtype).itemsize <= 2:
     # Keys of 16 bits are compared as such, twice as many at once as indices.
-    cases = [Counter(group, is_sharded, by).count for by in (False, True)]
+    cases = [counter(group, is_sharded, by) for by in (False, True)]
     count_leaf = lambda leaf, packed: lax.switch(
       search.State.unpack(packed).by_index.astype(jnp.int32),
       cases,
@@ -111,75 +111,68 @@ def _in_loop(count: search.Count, anchor: Any) -> search.Count:
   return guarded
 
 
-class Counter:
-  """Counts the leaves of a group, each by its traced number.
+def split(sizes: np.ndarray, is_sharded: bool) -> tuple[list[int], list[int]]:
+  """Return the leaves that are copied before they are counted, and the others.
 
-  Attributes:
-    small: the leaves that are copied before they are counted.
-    large: all others.
-    length: to which the copies are padded.
+  What XLA does: it optimizes every leaf's count by itself, in 20 ms or more,
+  even if the kernels are equal. What we do: the keys of small leaves are
+  copied to an array of one length, which one kernel counts. What it saves:
+  half of the time to compile 60 equal leaves. It costs the memory of one such
+  leaf, and at most a pass over padding. When it can go: when XLA does not
+  inline calls.
   """
+  limit = max(COPIED, int(sizes.sum()) // max(len(sizes), 50))
+  is_small = (sizes <= limit) & (not is_sharded)
+  return np.flatnonzero(is_small).tolist(), np.flatnonzero(~is_small).tolist()
 
-  def __init__(
-    self, group: Group, is_sharded: bool, by_index: bool | None = None
-  ):
-    """Decide which leaves are copied.
 
-    What XLA does: it optimizes every leaf's count by itself, in 20 ms or more,
-    even if the kernels are equal. What we do: the keys of small leaves are
-    copied to an array of one length, which one kernel counts. What it saves:
-    half of the time to compile 60 equal leaves. It costs the memory of one such
-    leaf, and at most a pass over padding. When it can go: when XLA does not
-    inline calls.
-    """
-    sizes = group.sizes
-    limit = max(COPIED, int(sizes.sum()) // max(len(sizes), 50))
-    is_small = (sizes <= limit) & (not is_sharded)
-    self.small = np.flatnonzero(is_small).tolist()
-    self.large = np.flatnonzero(~is_small).tolist()
-    self.length = int(sizes[self.small].max(initial=0))
-    self._group, self._is_sharded, self._by_index = group, is_sharded, by_index
+def counter(
+  group: Group, is_sharded: bool, by_index: bool | None
+) -> Callable[..., UInt[Array, " probes"]]:
+  """Return `count(leaf, packed)`: how many scores of a leaf reach each probe.
 
-  def count(
-    self, leaf: Int[Array, ""] | int, packed: Int[Array, " columns"]
-  ) -> UInt[Array, " probes"]:
-    """Count how many scores of a leaf reach each probe of its segment."""
-    sizes = self._group.sizes
-    place, is_small = (
-      np.zeros_like(sizes),
-      np.isin(range(sizes.size), self.small),
-    )
-    for ids in (self.small, self.large):
-      place[ids] = np.arange(len(ids))
-    facts = np.stack([place, is_small, self._group.offsets, sizes], 1)
-    facts = jnp.asarray(facts.astype(np.uint32))
-    fact = lax.dynamic_index_in_dim(facts, leaf, keepdims=False)
+  Args:
+    group: the leaves.
+    is_sharded: whether leaves may be spread over devices.
+    by_index: as in `search.reached`.
 
-    def from_copy(packed: Array, fact: Array) -> Array:
-      keys = switch(fact[0], self._copy, len(self.small))
-      return _count_leaf(keys, packed, fact[2], fact[3], self._by_index)
+  Returns:
+    A function of the traced leaf index and of the packed state of its segment.
+  """
+  small, large = split(group.sizes, is_sharded)
+  length = int(group.sizes[small].max(initial=0))
+  # Of each leaf: its place, small ones first; its offset; its size.
+  facts = np.stack([np.argsort(small + large), group.offsets, group.sizes], 1)
+  facts = facts.astype(np.uint32)
 
-    def in_place(packed: Array, fact: Array) -> Array:
-      return switch(fact[0], self._count_large, len(self.large), packed, fact)
-
-    if not self.large:
-      return from_copy(packed, fact)
-    if not self.small:
-      return in_place(packed, fact)
-    return lax.cond(fact[1] == 1, from_copy, in_place, packed, fact)
-
-  def _copy(self, place: int) -> Int[Array, " length"]:
-    keys = self._group.keys(self.small[place]).reshape(-1)
+  def copy(place: int) -> Int[Array, " length"]:
+    keys = group.keys(small[place]).reshape(-1)
     lowest = np.iinfo(keys.dtype).min  # no probe is as low
-    rest = self.length - keys.size
-    return jnp.pad(keys, (0, rest), constant_values=lowest)
+    return jnp.pad(keys, (0, length - keys.size), constant_values=lowest)
 
-  def _count_large(self, place: int, packed: Array, fact: Array) -> Array:
-    keys = self._group.keys(self.large[place])
-    if not self._is_sharded:
-      return _count_leaf(keys, packed, fact[2], None, self._by_index)
-    index = flat_index(keys.shape) + fact[2]
-    return search.reached(keys, index, packed, self._by_index, None)
+  def from_copy(packed: Array, fact: Array) -> Array:
+    keys = switch(fact[0], copy, len(small))
+    return _count_leaf(keys, packed, fact[1], fact[2], by_index)
+
+  def large_leaf(place: int, packed: Array, fact: Array) -> Array:
+    keys = group.keys(large[place])
+    if not is_sharded:
+      return _count_leaf(keys, packed, fact[1], None, by_index)
+    index = flat_index(keys.shape) + fact[1]
+    return search.reached(keys, index, packed, by_index, None)
+
+  def in_place(packed: Array, fact: Array) -> Array:
+    place = fact[0] - np.uint32(len(small))
+    return switch(place, large_leaf, len(large), packed, fact)
+
+  def count(leaf: Any, packed: Array) -> Array:
+    table = jnp.asarray(facts)
+    fact = lax.dynamic_index_in_dim(table, leaf, keepdims=False)
+    if not (small and large):
+      return (from_copy if small else in_place)(packed, fact)
+    return lax.cond(fact[0] < len(small), from_copy, in_place, packed, fact)
+
+  return count
 
 
 def switch(
