@@ -34,7 +34,7 @@ CORE = [
 ROOMS = {
   "engine": [
     "conditional", "counts", "order", "expression", "leaves", "draw",
-    "warm_start", "search", "local", "mesh", "dispatch", "selection",
+    "warm_start", "search", "counting", "dispatch", "selection",
     "__init__",
   ],
   "kept": [
