@@ -17,17 +17,13 @@ ROOT = pathlib.Path(jaxpruner.__file__).parent
 TOOLS = {"_tools"}
 # Each layer may import those before it, and itself.
 CORE = [
-  TOOLS
-  | {
-    "_leaves",
-    "_legacy",
-    "engine",
-    "program",
-    "mask_calculator",
-  },
+  TOOLS | {"_leaves", "_legacy", "program"},
+  {"engine"},
+  {"mask_calculator"},
   {"sparsity_types"},
   {"sparsity_distributions", "sparsity_schedules", "activations"},
-  {"updater", "base_updater"},
+  {"updater"},
+  {"base_updater"},
   {"algorithms"},
   {"structures"},
   {"config"},
@@ -57,7 +53,7 @@ ROOMS = {
 }  # fmt: skip
 # Packages that import nothing of this library but themselves.
 ALONE = ("program",)
-BOTTOM = CORE[0] | CORE[1]
+BOTTOM = set().union(*CORE[:4])
 # Stand beside the core: they know trees, masks and types, not algorithms.
 BESIDE = ("inspect", "utils", "sparse")
 # Live on public names alone.

@@ -17,7 +17,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxpruner import mask_calculator
 from jaxpruner._tools import nearest as nearest
 
 PyTree: TypeAlias = Any
@@ -105,9 +104,6 @@ def is_absent(node: Any) -> bool:
   return node is None or isinstance(node, optax.MaskedNode)
 
 
-is_dense = is_absent
-
-
 def with_none(tree: PyTree) -> PyTree:
   """Return a tree of a state with `None` where it holds nothing."""
   clear = lambda node: None if is_absent(node) else node
@@ -166,18 +162,20 @@ def fill(tree: PyTree, entries: list[Any]) -> PyTree:
 def align(tree: PyTree, other: PyTree, name: str = "masks") -> list[Any]:
   """Return `other`'s entry for each leaf of `tree`, `None` where dense."""
   treedef = jax.tree.structure(tree)
-  if is_dense(other):
+  if is_absent(other):
     return [None] * treedef.num_leaves
   try:
     entries = treedef.flatten_up_to(other)
   except (ValueError, TypeError, KeyError):
     entries = _align_by_path(tree, other, name)
-  return [None if is_dense(entry) else entry for entry in entries]
+  return [None if is_absent(entry) else entry for entry in entries]
 
 
 def _align_by_path(tree: PyTree, other: PyTree, name: str) -> list[Any]:
   # Partitioned optimizers replace whole subtrees by one MaskedNode.
-  table = dict(jax.tree_util.tree_flatten_with_path(other, is_leaf=is_dense)[0])
+  table = dict(
+    jax.tree_util.tree_flatten_with_path(other, is_leaf=is_absent)[0]
+  )
   entries = []
   for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]:
     prefixes = (path[:n] for n in range(len(path), -1, -1))
@@ -185,7 +183,7 @@ def _align_by_path(tree: PyTree, other: PyTree, name: str) -> list[Any]:
     if (
       found is None
       or not (
-        is_dense(table[found])
+        is_absent(table[found])
         # A scalar that stands for a boxed leaf has no box.
         or all(map(_wraps, path[len(found) :]))
       )
@@ -212,15 +210,6 @@ def map_masks(
   columns = [align(tree, other, name) for other in others]
   return treedef.unflatten(
     [fn(*leaf, *row) for leaf, *row in zip(leaves, *columns, strict=True)]
-  )
-
-
-def unpack(mask: jax.Array, param: jax.Array) -> jax.Array:
-  """Return the uint8 mask that packed bits stand for, laid out like `param`."""
-  return with_auto_axes(
-    lambda mask: mask_calculator.unpack_mask(mask, param.shape),
-    mask,
-    like=param,
   )
 
 

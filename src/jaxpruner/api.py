@@ -319,7 +319,7 @@ def _spelled(
   updater: base_updater.BaseUpdater, field: dataclasses.Field
 ) -> dict[str, Any]:
   """Return the configuration keys of one field, with values."""
-  name, value = field.name, getattr(updater, field.name)
+  name, value = field.name, vars(updater)[field.name]
   if name == "sparsity_type":
     return {name: codec.spell_type(value)}
   if name == "scheduler":

@@ -78,7 +78,8 @@ class BaseUpdater:
       sparsity of each leaf; None means dense.
     rng_seed: int or key; by default derived from the parameters at `init`.
     use_packed_masks: store masks at 1 bit per weight instead of 8.
-    topk_fn: `(scores, sparsity) -> mask`, replaces the sparsity type.
+    topk_fn: `(scores, sparsity) -> mask`, replaces the sparsity type; where
+      none is given it reads as the type's own.
     track_exploration: keep the union of all masks so far, which takes another
       byte (or bit) per weight; it gives the share of weights ever trained (Liu
       et al., 2021).
@@ -114,7 +115,7 @@ class BaseUpdater:
   sparsity_distribution_fn: Callable[..., Sparsities] | None = UNSET
   rng_seed: Any = None
   use_packed_masks: bool = False
-  topk_fn: Callable[[Array, Any], Array] | None = None
+  topk_fn: Callable[[Array, Any], Array] | None = _legacy.topk_fn()
   track_exploration: bool = False
   continue_sparse: bool = False
   master_dtype: Any = None

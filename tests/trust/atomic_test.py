@@ -60,7 +60,7 @@ def test_the_folder_is_forced_to_disk_after_the_rename(tmp_path):
 
 KILLED = """
 import sys, time
-from jaxpruner import _atomic
+from jaxpruner._tools import atomic
 with atomic.replacing(sys.argv[1]) as file:
   file.write(b"half")
   file.flush()

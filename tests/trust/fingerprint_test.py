@@ -1,6 +1,8 @@
 """A fingerprint sees all that decides a result, and nothing else."""
 
+import dataclasses
 import functools
+import importlib.metadata
 import subprocess
 import sys
 
@@ -38,7 +40,7 @@ def test_shapes_dtypes_paths_and_kinds_change_the_digest():
   trees = [
     x, x.reshape(2, 2), x.view(np.int32), {"a": x}, {"b": x}, [x, x],
     jax.random.key(0), jax.random.key(1), jax.random.key(0, impl="rbg"),
-    x[:0], 3, "3", None, {"a": (x, 3)}, {"a": (x, 4)},
+    x[:0], 3, "3", None, {"a": (x, 3)}, {"a": (x, 4)}, jnp.float32, jnp.int32,
   ]  # fmt: skip
   assert len({fingerprint.arrays(t) for t in trees}) == len(trees)
 
@@ -52,15 +54,26 @@ def test_a_function_is_known_by_what_it_computes():
   assert first != fingerprint.function(lambda x: x + table, x)
 
 
+@dataclasses.dataclass
+class Options:
+  power: int = 2
+  kind: str = "a"
+
+
 def test_descriptions_see_options_and_closures():
   def make(power):
     return lambda x: x**power
 
   names = [
     fingerprint.describe(v)
-    for v in (make(2), make(3), functools.partial(pow, 2), max, np.ones(2))
+    for v in (
+      *(make(2), make(3), max, np.ones(2)),
+      *(functools.partial(pow, 2), functools.partial(pow, 3)),
+      *(Options(), Options(3), Options(3, "b")),
+    )
   ]
   assert len(set(names)) == len(names)
+  assert names[-1] == "Options(('power', 3), ('kind', 'b'))"
   assert names[0] == fingerprint.describe(make(2))
   assert "0x7" not in fingerprint.describe(object())
 
@@ -119,7 +132,7 @@ def test_long_values_are_cut_and_hashes_shortened():
 
 PROCESS = """
 import jax, numpy as np
-from jaxpruner import _fingerprint as f
+from jaxpruner._tools import fingerprint as f
 g = jax.jit(lambda x: jax.nn.relu(x) + jax.lax.while_loop(
   lambda c: c[1] < 3, lambda c: (c[0] * 2, c[1] + 1), (x, 0))[0])
 print(f.function(g, np.ones(2)), f.describe(g), f.settings(), f.versions())
@@ -151,6 +164,28 @@ def test_settings_name_what_changes_numbers(monkeypatch):
   assert "fast_math" in said
   monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=3")
   assert fingerprint.differences(before, fingerprint.settings()) == []
+  assert before["backend"] == jax.default_backend()
+
+
+def test_versions_are_those_installed():
+  found = fingerprint.versions()
+  assert [*found] == ["jaxpruner", "jax", "jaxlib", "numpy"]
+  assert found["jax"] == jax.__version__ and found["numpy"] == np.__version__
+  assert fingerprint.versions("optax", "no-such-package") == {
+    "optax": importlib.metadata.version("optax"),
+    "no-such-package": None,
+  }
+
+
+def test_differences_name_the_path():
+  old = {"a": {"b": {"c": 1, "d": 2}, "e": 3}, "f": {"g": 1}, "h": 2}
+  new = {"a": {"b": {"c": 1, "d": 4}, "e": 5}, "f": 6, "h": {"i": 1}}
+  assert fingerprint.differences(old, new) == [
+    "a.b.d is 2 there, 4 here",
+    "a.e is 3 there, 5 here",
+    "f is {'g': 1} there, 6 here",
+    "h is 2 there, {'i': 1} here",
+  ]
 
 
 def test_differences_tell_truth_from_one_and_missing_from_null():

@@ -156,13 +156,6 @@ class Chain(base_updater.BaseUpdater):
     parts = [phase.wrap_optax(inner) for _, phase in self.phases]
     wide = [jnp.float32] if hidden.hides(self) else []
 
-    def init_fn(params):
-      if transform.is_placeholder(params):
-        return transform.placeholders(self, inner, params)
-      state = self.init_state(params)
-      inner_state = inner.init(self.dense_params(params, state))
-      return state._replace(inner_state=inner_state)
-
     def update_fn(updates, state, params=None, **extra):
       if params is None:
         raise ValueError(
@@ -183,7 +176,9 @@ class Chain(base_updater.BaseUpdater):
 
       return self._in_force(run, state.count, updates, state, params)
 
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    return optax.GradientTransformationExtraArgs(
+      transform.make_init(self, inner), update_fn
+    )
 
   def _in_force(self, run, step, *args):
     """Return `run(i, *args)` of the phase that contains a step."""

@@ -133,6 +133,33 @@ def say(message: str) -> None:
   print(f"jaxpruner: {message}", file=sys.stderr)
 
 
+def parse(content: bytes) -> Any:
+  """Return the value of JSON that anyone may have written.
+
+  Args:
+    content: the JSON.
+
+  Returns:
+    The value; its texts can be encoded, its numbers are finite.
+
+  Raises:
+    ValueError: it is no JSON, nested too deeply, or holds a lone surrogate, a
+      number that is not finite, or one too long for a float.
+  """
+  try:
+    value = json.loads(content, parse_int=_whole)
+    json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+  except RecursionError as error:
+    raise ValueError("nested too deeply") from error
+  return value
+
+
+def _whole(text: str) -> int:
+  if len(text) > 300:
+    raise ValueError(f"{text:.20}… has {len(text)} digits")
+  return int(text)
+
+
 class Line(NamedTuple):
   """One line of a file: its position, and its JSON value."""
 
@@ -172,7 +199,7 @@ def read_lines(
         "computed again"
       )
     try:
-      found.append(Line(f"{path}, line {number}", json.loads(payload)))
+      found.append(Line(f"{path}, line {number}", parse(payload)))
     except ValueError as error:
       raise RunFolderError(
         f"{path}, line {number}: not JSON ({error}); delete that line"

@@ -18,7 +18,12 @@ from jaxpruner.kept.layouts import Layout
 from jaxpruner.program.owners import Owners, per_weight
 from jaxpruner.updater import checks, moments
 from jaxpruner.updater.seeds import params_key
-from jaxpruner.updater.state import SparseState, find_only, seed_data
+from jaxpruner.updater.state import (
+  SparseState,
+  find_only,
+  seed_data,
+  unpack_mask,
+)
 
 PyTree = Any
 
@@ -557,7 +562,7 @@ def _unpacked(params: PyTree, masks: PyTree) -> PyTree:
   def unpack(_, param, mask):
     if mask is None or mask.shape == param.shape:
       return mask
-    return _leaves.unpack(mask, param)
+    return unpack_mask(mask, param)
 
   return _leaves.map_masks(unpack, params, masks)
 

@@ -111,6 +111,27 @@ class Block(formats.SparseMatrix):
     # Blocks at the edges extend past the matrix; entries there are padding.
     return row, col, (row < self.shape[0]) & (col < self.shape[1])
 
+  def take(self, columns: jax.Array) -> jax.Array:
+    blocks, height, width = self.values.shape
+    most = max(self.counts, default=0)
+    full = jnp.zeros((len(columns), self.shape[0]), self.dtype)
+    if not most:
+      return full
+    counts = np.asarray(self.counts)[self._order]
+    starts = np.empty_like(counts)
+    starts[self._order] = np.cumsum(counts) - counts
+    column = columns // width
+    place = jnp.asarray(starts)[column][:, None] + jnp.arange(most)
+    mine = jnp.arange(most) < jnp.asarray(self.counts)[column][:, None]
+    place = jnp.where(mine, place, blocks)
+    values = self.values.at[place, :, (columns % width)[:, None]]
+    row = self.rows.at[place].get(mode="fill", fill_value=self.shape[0])
+    row = row[:, :, None] * height + jnp.arange(height)
+    line = jnp.arange(len(columns))[:, None, None]
+    return full.at[line, row].set(
+      values.get(mode="fill", fill_value=0), mode="drop"
+    )
+
   def matmul(self, x: jax.Array) -> jax.Array:
     dtype = jnp.result_type(x, self.values)
     w = self.with_values(self.values.astype(dtype))

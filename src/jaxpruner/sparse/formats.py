@@ -138,8 +138,9 @@ class SparseMatrix(Sparse):
   A format must define `values`, fields for the positions of the values, `shape`
   (declared as `static()`), `fromdense` and `positions`. With these a weight can
   be packed, decoded, multiplied and differentiated. A format may define
-  `matmul`, a faster product, and `fits`, by which `accelerate` decides whether
-  to time the format. Register it with `register_format`.
+  `matmul`, a faster product, `fits`, by which `accelerate` decides whether to
+  time the format, and `take`, a lookup of columns. Register it with
+  `register_format`.
 
   Attributes:
     values: the stored values, the only array that is differentiated.
@@ -264,6 +265,21 @@ class SparseMatrix(Sparse):
     del platform
     return self.gather(x.T @ g)
 
+  def take(self, columns: jax.Array) -> jax.Array:
+    """Return some columns; by default out of the decoded matrix.
+
+    A table of embeddings that is also the last layer is packed for its
+    product, in which every token is a column; this is how it is looked up. A
+    format that does not define it is not used for such tables.
+
+    Args:
+      columns: (n,) integers, at least 0 and less than N.
+
+    Returns:
+      A dense array (n, K).
+    """
+    return self.todense()[:, columns].T
+
   def gather(self, dense: jax.Array) -> jax.Array:
     """Return the entries of a dense matrix at the positions of `values`.
 
@@ -317,6 +333,21 @@ class SparseTensor(Sparse):
   def kept(self) -> tuple[int, ...]:
     """The axes that are not contracted."""
     return tuple(d for d in range(self.ndim) if d not in self.contract)
+
+  def take(self, indices: jax.Array) -> jax.Array:
+    """Return slices along the only axis that is kept.
+
+    Args:
+      indices: (n,) integers within the axis.
+
+    Returns:
+      A dense array like the weight, of length n along this axis.
+    """
+    (axis,) = self.kept
+    sides = [self.shape[d] for d in self.contract]
+    rows = self.matrix.take(indices).reshape([len(indices), *sides])
+    order = (axis, *self.contract)
+    return jnp.transpose(rows, np.argsort(order).tolist())
 
   def todense(self) -> jax.Array:
     order = self.contract + self.kept
@@ -381,6 +412,7 @@ FORMATS: registry.Registry[type[SparseMatrix]] = registry.Registry(
     "strided_nm": "jaxpruner.sparse.format_strided_nm:StridedNM",
     "sell": "jaxpruner.sparse.format_sell:Sell",
     "bitmask": "jaxpruner.sparse.format_bitmask:Bitmask",
+    "panel": "jaxpruner.sparse.format_panel:Panel",
   },
 )
 
@@ -454,7 +486,8 @@ def pack(
     weight: a dense array of any rank.
     mask: 1 = kept; by default nonzero entries are kept.
     format: "sell" (unstructured), "block", "nm", "bitmask", "compact" (whole
-      rows and columns removed), or a name given to `register_format`.
+      rows and columns removed), "panel" (dense), or a name given to
+      `register_format`.
     contract: the axes that a product sums over: (0,) for an in × out kernel,
       (1,) for out × in.
     **options: the format's own options, for example `block_shape=(64, 64)`.

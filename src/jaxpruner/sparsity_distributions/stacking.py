@@ -102,7 +102,7 @@ class Cut:
   def put(self, entries: list[Any], leaf: Any) -> Any:
     """Return the entry for the whole leaf, given those of its slices."""
     first = entries[0]
-    if all(_leaves.is_dense(entry) for entry in entries):
+    if all(_leaves.is_absent(entry) for entry in entries):
       return first
     if isinstance(first, mask_calculator.AtStep):
       columns = zip(*entries, strict=True)
@@ -224,26 +224,30 @@ def _detect(
   params: PyTree, leaves: list[tuple[Names, Any]]
 ) -> list[Stack | None]:
   """Find the stacks that the tree itself tells of."""
-  found: list[Stack | None] = [None] * len(leaves)
-  for i, axes in enumerate(_annotations(params)):
-    for axis, name in enumerate(axes):
-      if str(name).lower() in _AXES and len(axes) == np.ndim(leaves[i][1]):
-        found[i] = _stack(*leaves[i], axis, f"named {name!r}")
-        break
+  pairs = zip(leaves, _annotations(params), strict=True)
+  found = [_annotated(*leaf, axes) for leaf, axes in pairs]
   nodes: dict[Names, list[int]] = {}
   for i, (names, _) in enumerate(leaves):
     for depth in range(1, len(names)):
       if _may_hold_stack(names[depth - 1]):
         nodes.setdefault(names[:depth], []).append(i)
   for node, ids in nodes.items():
-    if any(found[i] for i in ids):
-      continue
-    axis = _common_axis(node[-1], [leaves[i] for i in ids])
+    axis = None
+    if not any(found[i] for i in ids):
+      axis = _common_axis(node[-1], [leaves[i] for i in ids])
     if axis is not None:
       why = f"as all arrays below {_leaves.join(node)!r}"
       for i in ids:
         found[i] = _stack(*leaves[i], axis, why)
   return found
+
+
+def _annotated(names: Names, leaf: Any, axes: tuple[Any, ...]) -> Stack | None:
+  """Return the stack that the names of a leaf's axes tell of, or None."""
+  for axis, name in enumerate(axes):
+    if str(name).lower() in _AXES and len(axes) == np.ndim(leaf):
+      return _stack(names, leaf, axis, f"named {name!r}")
+  return None
 
 
 def _may_hold_stack(name: str) -> bool:
@@ -345,28 +349,71 @@ def unstack(params: PyTree, stacked_axis: StackedAxis = "auto") -> PyTree:
   return unstacked(params, find_stacks(params, stacked_axis))
 
 
+class Layers(NamedTuple):
+  """The layers of a tree: its leaves, and slices in the place of stacked ones.
+
+  Attributes:
+    tree: the tree of slices, see `unstack`; shapes only.
+    leaves: the path and the shape of every layer.
+    homes: the index of the leaf that a layer is, or is a slice of.
+    cuts: the place of the slice in that leaf; None for a leaf that is no stack.
+    stacks: per leaf of the tree, the stack that it holds, or None.
+  """
+
+  tree: PyTree
+  leaves: list[tuple[Names, Any]]
+  homes: list[int]
+  cuts: list[Cut | None]
+  stacks: list[Stack | None]
+
+  @property
+  def names(self) -> list[Names]:
+    """The path of every layer."""
+    return [names for names, _ in self.leaves]
+
+
+def layers(params: PyTree, stacked_axis: StackedAxis) -> Layers:
+  """Return the layers of a tree.
+
+  Args:
+    params: the parameters, or their shapes.
+    stacked_axis: which leaves are stacks, as the field of `BaseUpdater`.
+
+  Returns:
+    The `Layers`.
+  """
+  stacks = find_stacks(params, stacked_axis)
+  tree = unstacked(params, stacks, shapes_only=True)
+  cuts = [*map(cuts_of, stacks)]
+  return Layers(
+    tree,
+    _leaves.flatten_with_names(tree)[0],
+    [i for i, own in enumerate(cuts) for _ in own],
+    [cut for own in cuts for cut in own],
+    stacks,
+  )
+
+
 def unstacked(
   params: PyTree, stacks: list[Stack | None], shapes_only: bool = False
 ) -> PyTree:
   """Return the tree of slices; see `unstack`."""
+
+  def slices(leaf: Any, stack: Stack | None) -> Any:
+    if stack is None:
+      return leaf
+    if shapes_only:
+      leaf = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+    return Slices(cut.take(leaf, leaf.shape) for cut in _cuts(stack))
+
   leaves, treedef = jax.tree.flatten(params)
-  return treedef.unflatten(
-    [
-      leaf if stack is None else Slices(_parts(leaf, stack, shapes_only))
-      for leaf, stack in zip(leaves, stacks, strict=True)
-    ]
-  )
+  return treedef.unflatten(map(slices, leaves, stacks))
 
 
-def _parts(leaf: Any, stack: Stack, shapes_only: bool) -> list[Any]:
-  if shapes_only:
-    leaf = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-  cuts = [Cut(stack.axis, i, stack.size) for i in range(stack.size)]
-  return [cut.take(leaf, leaf.shape) for cut in cuts]
+def _cuts(stack: Stack) -> list[Cut]:
+  return [Cut(stack.axis, i, stack.size) for i in range(stack.size)]
 
 
 def cuts_of(stack: Stack | None) -> list[Cut | None]:
   """Return the place of each slice; `[None]` for a leaf that is no stack."""
-  if stack is None:
-    return [None]
-  return [Cut(stack.axis, i, stack.size) for i in range(stack.size)]
+  return [None] if stack is None else [*_cuts(stack)]

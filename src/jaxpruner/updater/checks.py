@@ -17,51 +17,60 @@ from jaxpruner.updater.prunable import Prunable
 from jaxpruner.updater.seeds import check_seed
 from jaxpruner.updater.state import SparseState, check_fit
 
+_SWITCHES = (
+  "skip_gradients",
+  "is_sparse_gradients",
+  "use_packed_masks",
+  "track_exploration",
+  "continue_sparse",
+)
+# Field -> a function that it may be.
+_FUNCTIONS = {
+  "sparsity_distribution_fn": ", such as functools.partial("
+  "jaxpruner.sparsity_distributions.uniform, sparsity=0.8)",
+  "topk_fn": " (scores, sparsity) -> mask",
+}
+
 
 def check_fields(updater: Any) -> None:
   """Raise if a field of an updater makes no sense."""
   for name in ("is_mask_update_iter", "get_sparsity_at_step"):
-    if isinstance(updater.scheduler, type) or not callable(
-      getattr(updater.scheduler, name, None)
-    ):
+    if not _has_method(updater.scheduler, name):
       raise ValueError(
         f"scheduler={updater.scheduler!r} has no method {name}; use one of "
         "jaxpruner.sparsity_schedules, such as OneShotSchedule(0)"
       )
-  for name in (
-    "skip_gradients",
-    "is_sparse_gradients",
-    "use_packed_masks",
-    "track_exploration",
-    "continue_sparse",
-  ):
+  for name in _SWITCHES:
     if not isinstance(getattr(updater, name), bool | np.bool_):
       raise ValueError(
         f"{name}={getattr(updater, name)!r} must be True or False"
       )
-  for name in ("sparsity_distribution_fn", "topk_fn"):
+  for name, example in _FUNCTIONS.items():
     value = getattr(updater, name)
     if value is not None and not callable(value):
-      raise ValueError(
-        f"{name}={value!r} must be a function, such as functools.partial("
-        "jaxpruner.sparsity_distributions.uniform, sparsity=0.8)"
-        if name == "sparsity_distribution_fn"
-        else f"{name}={value!r} must be a function (scores, sparsity) -> mask"
-      )
+      raise ValueError(f"{name}={value!r} must be a function{example}")
   kinds = updater.sparsity_type
   for kind in kinds.values() if isinstance(kinds, Mapping) else [kinds]:
-    if isinstance(kind, type) or not (
-      callable(kind) or callable(getattr(kind, "mask", None))
-    ):
-      raise ValueError(
-        f"sparsity_type={kind!r} is not a sparsity type; use one of "
-        "jaxpruner.sparsity_types, such as NByM(2, 4)"
-      )
+    _check_kind(kind)
   stacking.check_stacked_axis(updater.stacked_axis)
   if updater.stacked_axis is None:  # configuration has no None
     updater.stacked_axis = "none"
   if updater.rng_seed is not None:
     check_seed(updater.rng_seed)
+
+
+def _check_kind(kind: Any) -> None:
+  is_function = callable(kind) and not isinstance(kind, type)
+  if not is_function and not _has_method(kind, "mask"):
+    raise ValueError(
+      f"sparsity_type={kind!r} is not a sparsity type; use one of "
+      "jaxpruner.sparsity_types, such as NByM(2, 4)"
+    )
+
+
+def _has_method(part: Any, name: str) -> bool:
+  """Tell whether an object, no class, has a method."""
+  return not isinstance(part, type) and callable(getattr(part, name, None))
 
 
 def check_number(updater: Any, name: str, above: float = 0.0) -> None:

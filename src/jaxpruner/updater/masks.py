@@ -58,7 +58,7 @@ def replace_masks(
   if not masks:
     return state
   stored: list[Any] = [None] * jax.tree.structure(view.params).num_leaves
-  new, old = view.merge(masks), _stored(view, state.masks)
+  new, old = view.per_leaf(masks), _stored(view, state.masks)
   first = 0
   for place, (before, axis) in old.items():
     mask = new[place]
@@ -123,7 +123,7 @@ def hold_at_zero(
     if mask is None:
       return update
     dtype = jnp.promote_types(param.dtype, update.dtype)
-    mask = _leaves.unpack(mask, param) if updater.use_packed_masks else mask
+    mask = unpack_mask(mask, param) if updater.use_packed_masks else mask
     return jnp.where(mask, update.astype(dtype), -param.astype(dtype))
 
   updates = _leaves.like(params, updates, "updates")

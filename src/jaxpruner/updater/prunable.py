@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.core
 import jax.numpy as jnp
+import numpy as np
 
 from jaxpruner import (
   _leaves,
@@ -19,7 +20,7 @@ from jaxpruner import (
 )
 from jaxpruner._leaves import Names, PyTree
 from jaxpruner.sparsity_distributions import budget, stacking
-from jaxpruner.updater.state import Array, Sparsities, frozen
+from jaxpruner.updater.state import Array, Sparsities, frozen, unpack_mask
 
 
 class Prunable(NamedTuple):
@@ -52,7 +53,7 @@ class Prunable(NamedTuple):
   @property
   def leaves(self) -> list[Any]:
     """The prunable parameters."""
-    return self.split(jax.tree.leaves(self.params))
+    return self.per_layer(jax.tree.leaves(self.params))
 
   @property
   def stacks(self) -> list[list[int]]:
@@ -63,7 +64,7 @@ class Prunable(NamedTuple):
         found.setdefault(place, []).append(i)
     return list(found.values())
 
-  def split(self, column: list[Any]) -> list[Any]:
+  def per_layer(self, column: list[Any]) -> list[Any]:
     """Return an entry per prunable leaf, given one for each leaf of the tree.
 
     Args:
@@ -78,8 +79,8 @@ class Prunable(NamedTuple):
       for i, cut in zip(self.places, self.cuts, strict=True)
     ]
 
-  def merge(self, entries: Iterable[Any]) -> dict[int, Any]:
-    """Return place -> entry for the whole leaf: the inverse of `split`.
+  def per_leaf(self, entries: Iterable[Any]) -> dict[int, Any]:
+    """Return place -> entry for the whole leaf: the inverse of `per_layer`.
 
     Args:
       entries: one per prunable leaf.
@@ -123,8 +124,8 @@ class Prunable(NamedTuple):
         )
       # All prunable leaves are floats, so packed uint8 entries are masks.
       if packed and getattr(entries[place], "dtype", None) == jnp.uint8:
-        entries[place] = _leaves.unpack(entries[place], leaves[place])
-    return self.split(entries)
+        entries[place] = unpack_mask(entries[place], leaves[place])
+    return self.per_layer(entries)
 
   def put(self, tree: PyTree, entries: Iterable[Any]) -> PyTree:
     """Return `tree` with these entries in place of the prunable leaves.
@@ -137,7 +138,7 @@ class Prunable(NamedTuple):
       A tree of the structure of the parameters.
     """
     result = _leaves.align(self.params, tree, "tree")
-    for place, entry in self.merge(entries).items():
+    for place, entry in self.per_leaf(entries).items():
       result[place] = entry
     return jax.tree.structure(self.params).unflatten(result)
 
@@ -163,7 +164,7 @@ class Prunable(NamedTuple):
       A tree of the structure of the parameters; dense leaves are `ABSENT`.
     """
     stored: list[Any] = [None] * jax.tree.structure(self.params).num_leaves
-    for place, entry in self.merge(entries).items():
+    for place, entry in self.per_leaf(entries).items():
       if self.packed and getattr(entry, "dtype", None) == jnp.uint8:
         entry = _leaves.with_auto_axes(mask_calculator.pack_mask, entry)
       stored[place] = entry
@@ -198,59 +199,62 @@ _MAX_VIEWS = 64
 
 def build(updater: Any, params: PyTree, targets: PyTree = None) -> Prunable:
   """Return the prunable leaves of a tree; see `BaseUpdater.view`."""
-  whole, treedef = _leaves.flatten_with_names(params)
-  key = None if targets is not None else cache_key(updater, whole, treedef)
-  if key is not None and key in _VIEWS:
-    return _VIEWS[key]._replace(params=params)
-  stacks = stacking.find_stacks(params, updater.stacked_axis)
-  # From here on a slice of a stacked leaf is a leaf like any other.
-  opened = stacking.unstacked(params, stacks, shapes_only=True)
-  leaves = _leaves.flatten_with_names(opened)[0]
-  cuts = [cut for stack in stacks for cut in stacking.cuts_of(stack)]
-  homes = [i for i, stack in enumerate(stacks) for _ in stacking.cuts_of(stack)]
+  key = None
   if targets is None:
-    seen = opened if key is not None else stacking.unstacked(params, stacks)
-    wanted = updater._distribute(seen)
-    wanted = _leaves.align(params, wanted, "sparsity_distribution_fn")
-  else:
-    wanted = _leaves.align(params, targets, "sparsities")
-  wanted = [
-    wanted[i]
-    if cut is None or wanted[i] is None
-    else cut.take(wanted[i], whole[i][1].shape)
-    for i, cut in zip(homes, cuts, strict=True)
-  ]
-  chosen = [i for i, s in enumerate(wanted) if s is not None]
-  prunable = [leaves[i] for i in chosen]
-  kinds = [
-    kind.for_leaf(names, leaf.shape) if hasattr(kind, "for_leaf") else kind
-    for kind, (names, leaf) in zip(
-      _types(updater, prunable, [names for names, _ in leaves]),
-      prunable,
-      strict=True,
-    )
-  ]
-  found = [wanted[i] for i in chosen]
-  if targets is None:
-    rows = zip(prunable, kinds, found, strict=True)
-    found = [_checked(updater, *leaf, kind, s) for leaf, kind, s in rows]
-  _check_whole(homes, chosen, leaves)
-  _check_total(updater, prunable)
-  view = Prunable(
-    names=tuple(names for names, _ in prunable),
-    kinds=tuple(kinds),
-    targets=tuple(found),
-    params=None,
-    packed=updater.use_packed_masks,
-    places=tuple(homes[i] for i in chosen),
-    all_names=tuple(names for names, _ in leaves),
-    cuts=tuple(cuts[i] for i in chosen),
-  )
-  if key is not None:
+    key = cache_key(updater, *_leaves.flatten_with_names(params))
+  view = _VIEWS.get(key)
+  if view is None:
+    view = _build(updater, params, targets, by_shape=key is not None)
+  if key is not None and key not in _VIEWS:
     if len(_VIEWS) >= _MAX_VIEWS:
       del _VIEWS[next(iter(_VIEWS))]
     _VIEWS[key] = view
   return view._replace(params=params)
+
+
+def _build(updater: Any, params: PyTree, targets: Any, by_shape: bool) -> Any:
+  # From here on a slice of a stacked leaf is a leaf like any other.
+  layers = stacking.layers(params, updater.stacked_axis)
+  if targets is None:
+    seen = layers.tree
+    if not by_shape:
+      seen = stacking.unstacked(params, layers.stacks)
+    wanted = updater._distribute(seen)
+    wanted = _leaves.align(params, wanted, "sparsity_distribution_fn")
+  else:
+    wanted = _leaves.align(params, targets, "sparsities")
+  wanted = _per_layer(wanted, params, layers)
+  chosen = [i for i, s in enumerate(wanted) if s is not None]
+  _check_stacks(layers, chosen)
+  leaves = [layers.leaves[i] for i in chosen]
+  _check_total(updater, leaves)
+  kinds = _types(updater, leaves, layers.names)
+  found = [wanted[i] for i in chosen]
+  if targets is None:
+    found = map(functools.partial(_checked, updater), leaves, kinds, found)
+  return Prunable(
+    names=tuple(names for names, _ in leaves),
+    kinds=tuple(kinds),
+    targets=tuple(found),
+    params=None,
+    packed=updater.use_packed_masks,
+    places=tuple(layers.homes[i] for i in chosen),
+    all_names=tuple(layers.names),
+    cuts=tuple(layers.cuts[i] for i in chosen),
+  )
+
+
+def _per_layer(
+  entries: list[Any], params: PyTree, layers: stacking.Layers
+) -> list[Any]:
+  """Return an entry for every layer, given one for each leaf."""
+  shapes = [np.shape(leaf) for leaf in jax.tree.leaves(params)]
+  return [
+    entries[i]
+    if cut is None or entries[i] is None
+    else cut.take(entries[i], shapes[i])
+    for i, cut in zip(layers.homes, layers.cuts, strict=True)
+  ]
 
 
 def reasons(updater: Any, params: PyTree) -> list[str]:
@@ -263,50 +267,42 @@ def reasons(updater: Any, params: PyTree) -> list[str]:
   Returns:
     One reason per leaf; stacked leaves whole.
   """
-  stacks = stacking.find_stacks(params, updater.stacked_axis)
-  opened = stacking.unstacked(params, stacks, shapes_only=True)
-  leaves = _leaves.flatten_with_names(opened)[0]
+  layers = stacking.layers(params, updater.stacked_axis)
   fn = updater.sparsity_distribution_fn
-  options = dict(getattr(fn, "keywords", {}))
-  if updater.ranking == "global":
-    options = vars(updater)
-  known = updater.ranking == "global" or fn is UNSET
-  known |= getattr(fn, "func", None) in _KNOWN
-  known &= updater.targets_by_shape
-  if known:
+  is_global = updater.ranking == "global"
+  known = is_global or fn is UNSET or getattr(fn, "func", None) in _KNOWN
+  if known and updater.targets_by_shape:
+    options = vars(updater) if is_global else getattr(fn, "keywords", {})
     filter_fn = options.get("filter_fn", sparsity_distributions.default_filter)
     custom = options.get("custom_sparsity_map")
-    found = budget.explain(leaves, filter_fn, custom)
+    found = budget.explain(layers.leaves, filter_fn, custom)
   else:
     targets = _leaves.align(params, updater.target_sparsities(params))
-    word = "no distribution" if fn is None else "chosen by the distribution"
-    other = "no distribution" if fn is None else "left out by the distribution"
-    pairs = zip(targets, stacks, strict=True)
-    found = [
-      other if target is None else word
-      for target, stack in pairs
-      for _ in stacking.cuts_of(stack)
-    ]
-  left, told = iter(found), []
-  for stack in stacks:
-    own = [next(left) for _ in stacking.cuts_of(stack)]
-    where = f"; stack on axis {stack.axis}, {stack.why}" if stack else ""
-    told.append(own[0] + where)
-  return told
+    words = ["left out by the distribution", "chosen by the distribution"]
+    if fn is None:
+      words = ["no distribution"] * 2
+    found = [words[targets[i] is not None] for i in layers.homes]
+  # The first layer of a stack speaks for the others.
+  first = dict(zip(reversed(layers.homes), reversed(found), strict=True))
+  where = lambda stack: f"; stack on axis {stack.axis}, {stack.why}"
+  return [
+    first[i] + (where(stack) if stack else "")
+    for i, stack in enumerate(layers.stacks)
+  ]
 
 
-def _check_whole(
-  homes: list[int], chosen: list[int], leaves: list[Any]
-) -> None:
+def _check_stacks(layers: stacking.Layers, chosen: list[int]) -> None:
   """Raise if only some slices of a stacked leaf are pruned.
 
   One array holds their masks; a slice without a mask has no place in it.
   """
-  pruned = {homes[i] for i in chosen}
-  for i, home in enumerate(homes):
+  pruned = {layers.homes[i] for i in chosen}
+  for i, (home, names) in enumerate(
+    zip(layers.homes, layers.names, strict=True)
+  ):
     if home in pruned and i not in chosen:
       raise ValueError(
-        f"params leaf {_leaves.join(leaves[i][0])!r} stays dense, but other "
+        f"params leaf {_leaves.join(names)!r} stays dense, but other "
         "layers of its stack are pruned; give it the sparsity 0.0 instead of "
         "None, or stacked_axis='none' to take the stack for one layer"
       )
@@ -321,7 +317,7 @@ def cache_key(updater: Any, leaves: list[Any], treedef: Any) -> Any:
   if not known or not (isinstance(kind, Mapping) or hasattr(kind, "mask")):
     return None
   names = ("sparsity", "filter_fn", "custom_sparsity_map")
-  fields = [fn, kind, updater.topk_fn, updater.use_packed_masks]
+  fields = [fn, kind, given_topk_fn(updater), updater.use_packed_masks]
   fields.append(updater.stacked_axis)
   fields += [getattr(updater, n) for n in names if updater.ranking == "global"]
   try:
@@ -346,8 +342,9 @@ def _check_total(updater: Any, leaves: list[Any]) -> None:
     )
 
 
-def _checked(updater, names, leaf, kind, sparsity) -> Any:
+def _checked(updater: Any, layer: Any, kind: Any, sparsity: Any) -> Any:
   """Return the target of a leaf, or raise if its type cannot give it."""
+  names, leaf = layer
   name = f"params leaf {_leaves.join(names)!r}"
   budget.check_size(name, leaf)
   if not isinstance(sparsity, jax.Array):
@@ -367,28 +364,36 @@ def _checked(updater, names, leaf, kind, sparsity) -> Any:
 
 def _types(updater: Any, leaves: list[Any], all_names: list[Any]) -> list[Any]:
   """Return the sparsity type of each `(names, leaf)`."""
-  if updater.topk_fn is not None:
-    return [_TopKFn(updater.topk_fn)] * len(leaves)
   kind = updater.sparsity_type
-  if isinstance(kind, Mapping):
+  if (topk_fn := given_topk_fn(updater)) is not None:
+    kinds = [_TopKFn(topk_fn)] * len(leaves)
+  elif isinstance(kind, Mapping):
     # A pattern must match some leaf, pruned or not.
     keys = _leaves.match_patterns(kind, all_names, "sparsity_type")
     table = dict(zip(all_names, keys, strict=True))
     default = sparsity_types.Unstructured()
-    return [
-      default if table[names] is None else kind[table[names]]
-      for names, _ in leaves
-    ]
-  if callable(getattr(kind, "mask", None)):
-    return [kind] * len(leaves)
-  kinds = [kind(names, leaf) for names, leaf in leaves]
-  for (names, _), chosen in zip(leaves, kinds, strict=True):
-    if isinstance(chosen, type) or not hasattr(chosen, "mask"):
-      raise ValueError(
-        f"sparsity_type gives {chosen!r} for {_leaves.join(names)!r}; it "
-        "must return a sparsity type, such as Unstructured()"
-      )
-  return kinds
+    kinds = [kind.get(table[names], default) for names, _ in leaves]
+  elif callable(getattr(kind, "mask", None)):
+    kinds = [kind] * len(leaves)
+  else:
+    kinds = [kind(names, leaf) for names, leaf in leaves]
+  pairs = zip(kinds, leaves, strict=True)
+  return [_for_leaf(kind, *leaf) for kind, leaf in pairs]
+
+
+def _for_leaf(kind: Any, names: Names, leaf: Any) -> Any:
+  if isinstance(kind, type) or not hasattr(kind, "mask"):
+    raise ValueError(
+      f"sparsity_type gives {kind!r} for {_leaves.join(names)!r}; it "
+      "must return a sparsity type, such as Unstructured()"
+    )
+  named = hasattr(kind, "for_leaf")
+  return kind.for_leaf(names, leaf.shape) if named else kind
+
+
+def given_topk_fn(updater: Any) -> Any:
+  """Return the `topk_fn` that an updater was given, or None."""
+  return vars(updater).get("topk_fn")
 
 
 @dataclasses.dataclass(frozen=True)

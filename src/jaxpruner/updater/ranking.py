@@ -21,7 +21,7 @@ from jaxpruner import (
   sparsity_types,
 )
 from jaxpruner._leaves import PyTree
-from jaxpruner.updater.prunable import UNSET, Prunable
+from jaxpruner.updater.prunable import UNSET, Prunable, given_topk_fn
 
 
 def check_fields(updater: Any) -> None:
@@ -41,8 +41,9 @@ def check_fields(updater: Any) -> None:
       "or False"
     )
   plain = isinstance(updater.sparsity_type, sparsity_types.Unstructured)
-  if updater.topk_fn is not None or not plain:
-    wrong = "sparsity_type" if updater.topk_fn is None else "topk_fn"
+  own = given_topk_fn(updater) is not None
+  if own or not plain:
+    wrong = "topk_fn" if own else "sparsity_type"
     raise ValueError(
       f"{name}: {wrong}={getattr(updater, wrong)!r}; a global ranking compares "
       "single weights: use Unstructured, or a pruner that works leaf by leaf"
@@ -138,5 +139,5 @@ def warn_if_emptied(view: Prunable, masks: list[Any]) -> None:
       f"global pruning removed every weight of {', '.join(empty)}: the layer "
       "has collapsed; lower the sparsity, normalise with "
       "use_normalization=True, or give these leaves a custom_sparsity_map",
-      stacklevel=4,
+      stacklevel=5,
     )

@@ -11,7 +11,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpruner import _leaves, engine
+from jaxpruner import _leaves, engine, mask_calculator
 from jaxpruner._leaves import ABSENT
 
 Array: TypeAlias = jax.Array
@@ -189,6 +189,15 @@ class SparseState(_Fields):
     return self._replace(**fields | {"inner_state": self.inner_state})
 
 
+def unpack_mask(mask: Array, param: Array) -> Array:
+  """Return the uint8 mask that packed bits stand for, laid out like `param`."""
+  return _leaves.with_auto_axes(
+    lambda mask: mask_calculator.unpack_mask(mask, param.shape),
+    mask,
+    like=param,
+  )
+
+
 def apply_mask(param: Array, mask: Any, is_packed: bool = False) -> Array:
   """Return the kept weights; removed weights become exactly +0.0.
 
@@ -209,16 +218,13 @@ def apply_mask(param: Array, mask: Any, is_packed: bool = False) -> Array:
     >>> jaxpruner.apply_mask(jnp.array([1.5, -2.0, jnp.nan]), mask).tolist()
     [1.5, 0.0, 0.0]
   """
-  if _leaves.is_dense(mask):
+  if _leaves.is_absent(mask):
     return param
   param = jnp.asarray(param)
   check_fit(mask, param.shape, is_packed)
   if is_packed:
     mask = unpack_mask(mask, param)
   return jnp.where(mask, param, jnp.zeros((), param.dtype))
-
-
-unpack_mask = _leaves.unpack
 
 
 @jax.custom_vjp

@@ -9,10 +9,10 @@ import numpy as np
 import optax
 
 from jaxpruner import _leaves, engine
-from jaxpruner._leaves import PyTree
+from jaxpruner._leaves import ABSENT, PyTree
 from jaxpruner.updater import checks, hidden, moments, selecting
 from jaxpruner.updater.masks import count_changes
-from jaxpruner.updater.state import SparseState
+from jaxpruner.updater.state import SparseState, unpack_mask
 
 # What a mask update changes; the optimizer's state is not part of it.
 _CHANGING = ("stored_masks", "skipped", "explored", "tally")
@@ -40,14 +40,7 @@ def wrap(
     )
   checks.warn_if_never_updates(updater)
   inner = optax.with_extra_args_support(inner)
-
-  def init(params: PyTree) -> SparseState:
-    if is_placeholder(params):
-      return placeholders(updater, inner, params)
-    state = updater.init_state(params)
-    inner_state = inner.init(updater.dense_params(params, state))
-    checks.warn_if_moments_stay(updater, inner_state, params, state.masks)
-    return state._replace(inner_state=inner_state)
+  init = make_init(updater, inner)
 
   def update(updates, state, params: Any = None, **extra):
     state = checks.checked(updater, updates, state, params)
@@ -101,25 +94,65 @@ def _new_masks(updater, due, state, params, grads, extra) -> SparseState:
   return state._replace(**engine.run_if(due, change, fields))
 
 
-def is_placeholder(params: PyTree) -> bool:
-  """Tell whether `optax.tree_map_params` asks which fields are like params."""
-  return type(params).__name__ == "_ParamsPlaceholder"
+def make_init(updater: Any, inner: Any) -> optax.TransformInitFn:
+  """Return the `init` of a wrapped optimizer.
+
+  Args:
+    updater: a `BaseUpdater`.
+    inner: the optimizer.
+
+  Returns:
+    A function from parameters to a `SparseState`.
+  """
+  made: set[Any] = set()  # structures of the states so far
+
+  def init(params: PyTree) -> SparseState:
+    # `optax.tree_map_params` asks which fields are like params.
+    if type(params).__name__ == "_ParamsPlaceholder":
+      return _placeholders(updater, inner, params, made)
+    state = updater.init_state(params)
+    inner_state = inner.init(updater.dense_params(params, state))
+    checks.warn_if_moments_stay(updater, inner_state, params, state.masks)
+    made.add(jax.tree.structure(_without_params(state)))
+    return state._replace(inner_state=inner_state)
+
+  return init
 
 
-def placeholders(updater: Any, inner: Any, params: PyTree) -> SparseState:
-  """Return a state with the placeholder in every field that is like params."""
+def _placeholders(
+  updater: Any, inner: Any, params: PyTree, made: set[Any]
+) -> SparseState:
+  """Return a state with the placeholder in every field that is like params.
+
+  The other fields have the structure of the states that `init` made before, so
+  that each of their leaves is handed over by itself; if there were none, or
+  different ones, each of these fields is handed over as a whole.
+  """
   leaf = np.zeros([], np.int32)
-  return SparseState(
-    masks=params,
+  if len(made) == 1:
+    (structure,) = made
+    rest = structure.unflatten([leaf] * structure.num_leaves)
+  else:
+    rest = SparseState(
+      target_sparsities=leaf,
+      count=leaf,
+      key=leaf,
+      skipped=leaf,
+      stats=leaf,
+      tally=leaf,
+    )
+  return rest._replace(
+    stored_masks=params,
     inner_state=inner.init(params),
-    target_sparsities=leaf,
-    count=leaf,
-    key=leaf,
-    skipped=leaf,
-    stats=leaf,
-    explored=params if updater.track_exploration else leaf,
-    tally=leaf,
-    hidden=params if hidden.hides(updater) else leaf,
+    explored=params if updater.track_exploration else ABSENT,
+    hidden=params if hidden.hides(updater) else ABSENT,
+  )
+
+
+def _without_params(state: SparseState) -> SparseState:
+  """Return a state without the fields that are like params."""
+  return state._replace(
+    stored_masks=ABSENT, inner_state=ABSENT, explored=ABSENT, hidden=ABSENT
   )
 
 
@@ -135,7 +168,7 @@ def _optimize(updater, inner, step, state, params, rest):
   masks = _leaves.align(params, state.masks)
   if updater.use_packed_masks:
     pairs = zip(masks, jax.tree.leaves(params), strict=True)
-    masks = [m if m is None else _leaves.unpack(m, p) for m, p in pairs]
+    masks = [m if m is None else unpack_mask(m, p) for m, p in pairs]
   fresh = None
   if updater.regrows:
     # Some moments start at the parameter: that of a pruned one is zero.

@@ -28,7 +28,7 @@ def second_moments(view, inner_state):
     next((entry for entry in entries if entry is not None), None)
     for entries in zip(*columns, strict=True)
   ]
-  return view.split(found) if found else [None] * len(view.names)
+  return view.per_layer(found) if found else [None] * len(view.names)
 
 
 @dataclasses.dataclass(eq=False)
