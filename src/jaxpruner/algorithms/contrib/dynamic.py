@@ -71,7 +71,7 @@ class SignalRigL(sparse_trainers.RigL):
   `RigL` for Adam and its kin, `g = ∂L/∂w` over the last `window` steps before a
   mask update. RigL's |g| ranks weights by how fast SGD would move them; Adam
   moves a weight by the ratio of the mean of its gradient to its root mean
-  square. The method is our own and on trial: `docs/results/table1.md` has its
+  square. The method is our own and on trial: `docs/results/rewiring.md` has its
   figures. Set the window by `grow=criteria.SignalToNoise(window=…)`. The other
   attributes are those of `Rewiring`.
 
