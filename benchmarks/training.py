@@ -303,7 +303,8 @@ def rebuild(sparsity):
     kept.create(jax.random.key(i), (WIDTH, WIDTH), sparsity)
     for i in range(LAYERS)
   ]
-  words = growth.Random(jnp.array([1, 2], jnp.uint32), WIDTH)
+  words = jnp.array([1, 2], jnp.uint32)
+  words = growth.random(words, 0, "w", (WIDTH, WIDTH), 1)
 
   @jax.jit
   def run(weights):
@@ -441,8 +442,8 @@ def memory_section(rows):
   ]
   return (
     "## Memory of a fresh process\n\n`scale` has three layers of 2³⁰ "
-    "weights. A kept peak has about 230 MB of JAX, Numba and its compiler in it,\n"
-    "whatever the model.\n\n" + page.table(head, lines)
+    "weights. A kept peak has about 230 MB of JAX, Numba and its compiler in "
+    "it,\nwhatever the model.\n\n" + page.table(head, lines)
   )
 
 

@@ -15,6 +15,7 @@ from jaxpruner.kept import (
   choosing,
   growth,
   layouts,
+  places,
   products,
   rewiring,
 )
@@ -168,7 +169,7 @@ def test_a_mask_update_in_machine_code_is_the_one_with_bitmaps(shape, kind):
   layout = layout_of(shape)
   values = jnp.asarray(rng.integers(-9, 9, layout.count), jnp.float32)
   if kind == "random":
-    scores = growth.random(jnp.array([1, 2], jnp.uint32), 3, ("w",), shape[1])
+    scores = growth.random(jnp.array([1, 2], jnp.uint32), 3, "w", shape, 1)
   else:
     left, right = (
       rng.integers(-2, 3, (7, n)).astype(np.float32) for n in shape
@@ -189,12 +190,23 @@ def test_a_mask_update_in_machine_code_is_the_one_with_bitmaps(shape, kind):
       jax.tree.map(np.testing.assert_array_equal, fast[0], layout)
 
 
-def test_random_scores_are_those_of_the_engine():
+@pytest.mark.parametrize("axis", [None, 0, 1, 2, 3])
+def test_random_scores_are_those_of_the_engine(axis):
+  """Of a stack, layer by layer, wherever its layers are."""
   data = jax.random.key_data(jax.random.key(3))
-  names = ("a", "kernel")
-  whole = engine.draw.draw(data, 5, [jnp.zeros((40, 7))], (names,))[0]
-  rows = growth.random(data, 5, names, 7).rows(jnp.arange(10, 20))
-  np.testing.assert_array_equal(rows, whole[10:20])
+  shape = (4, 5, 6, 7)
+  whole = engine.draw.draw(data, 5, [jnp.zeros(shape)], (("a", "kernel"),))[0]
+  scores = growth.random(data, 5, "a/kernel", shape, 2, axis)
+  rows = jnp.arange(2, 12)
+  if axis is None:
+    np.testing.assert_array_equal(
+      scores.rows(rows), whole.reshape(20, -1)[2:12]
+    )
+    return
+  inner = np.moveaxis(np.asarray(whole), axis, 0)
+  matrix = inner.reshape(shape[axis], *places.fold(inner.shape[1:], 2))
+  found = jax.vmap(lambda scores: scores.rows(rows))(scores)
+  np.testing.assert_array_equal(found, matrix[:, 2:12])
 
 
 def test_creation_and_training_never_make_the_dense_array():

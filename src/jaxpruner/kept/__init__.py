@@ -4,14 +4,15 @@ from jaxpruner import _on_use
 
 # name -> the module below jaxpruner.kept that defines it
 _MODULES = {
-  "KeptState": "updaters",
+  "BlockLayout": "blocks",
+  "KeptState": "states",
   "KeptTensor": "tensors",
   "KeptUpdater": "updaters",
   "LayerBytes": "report",
   "Layout": "layouts",
   "TrainingBytes": "report",
   "create": "tensors",
-  "find_kept_state": "updaters",
+  "find_kept_state": "states",
   "from_dense": "tensors",
   "join": "tensors",
   "lift": "lifting",

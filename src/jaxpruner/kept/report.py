@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from jaxpruner import _leaves
-from jaxpruner.kept.updaters import KeptState, find_kept_state
+from jaxpruner.kept.states import KeptState, find_kept_state, layouts_of
 from jaxpruner.program.owners import Owners
 
 
@@ -118,9 +118,9 @@ def training_bytes(params: Any, opt_state: KeptState) -> TrainingBytes:
     True
   """
 
-  rows, treedef = _leaves.flatten_with_names(params)
+  rows, _ = _leaves.flatten_with_names(params)
   opt_state = find_kept_state(opt_state)
-  places = treedef.flatten_up_to(opt_state.layouts)
+  places = layouts_of(params, opt_state)
   owners = Owners(params)
   moments = [0] * len(rows)
   inner = jax.tree_util.tree_leaves_with_path(opt_state.inner_state)

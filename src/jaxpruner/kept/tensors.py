@@ -1,18 +1,29 @@
 """A weight stored at the size of what is kept, in place of the dense array."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jaxpruner import _tools, mask_calculator
-from jaxpruner.kept import growth, layouts, products, rewiring
+from jaxpruner import _leaves, _tools, mask_calculator
+from jaxpruner.kept import (
+  block_rewiring,
+  blocks,
+  growth,
+  layouts,
+  products,
+  rewiring,
+)
+from jaxpruner.kept.blocks import BlockLayout
 from jaxpruner.kept.layouts import Layout
+from jaxpruner.kept.places import fold
 from jaxpruner.sparse import formats
+from jaxpruner.sparsity_types import Block
 
 
 @formats.register
@@ -21,7 +32,8 @@ class KeptTensor(formats.Sparse):
 
   `values` is the trainable part; take derivatives with respect to it with
   `split` and `join`. A product contracts the first `split` axes of the dense
-  weight, or all the others.
+  weight, or all the others. Values of blocks have the shape (blocks, height,
+  width); those of a stack of layers have the layers before.
 
   Attributes:
     values: the kept weights, by slot.
@@ -36,7 +48,7 @@ class KeptTensor(formats.Sparse):
   """
 
   values: Array
-  layout: Layout
+  layout: Layout | BlockLayout
 
   @property
   def shape(self) -> tuple[int, ...]:  # pyright: ignore
@@ -47,14 +59,18 @@ class KeptTensor(formats.Sparse):
     return np.dtype(self.values.dtype)
 
   def todense(self) -> Array:
-    return self.layout.scatter(self.values).reshape(self.shape)
+    return self.layout.todense(self.values)
 
   def with_values(self, values: Array) -> "KeptTensor":
     return KeptTensor(values, self.layout)
 
   def __rmatmul__(self, x: Any) -> Array:
     x = jnp.asarray(x)
-    if self.ndim != 2 or x.shape[-1] != self.shape[0]:
+    if (
+      self.ndim != 2
+      or self.layout.axis is not None
+      or x.shape[-1] != self.shape[0]
+    ):
       raise ValueError(
         f"x has shape {x.shape}, w {self.shape}: x @ w needs a matrix whose "
         "rows match x's last axis; kept.lift handles other products"
@@ -68,7 +84,13 @@ def is_kept(leaf: Any) -> bool:
 
 
 def from_dense(
-  weight: Any, mask: Any = None, *, split: int | None = None, name: str = ""
+  weight: Any,
+  mask: Any = None,
+  *,
+  split: int | None = None,
+  block: Block | tuple[int, int] | None = None,
+  axis: int | None = None,
+  name: str = "",
 ) -> KeptTensor:
   """Store the kept entries of a dense weight.
 
@@ -77,6 +99,10 @@ def from_dense(
     mask: 1 = kept; by default nonzero entries are kept.
     split: how many leading axes form the rows of the folded matrix; a product
       contracts these axes or all the others. By default all but the last.
+    block: rows and columns of the blocks that are kept whole, or the sparsity
+      type `Block`; None: single weights.
+    axis: the axis that numbers the layers of a stack, which `split` does not
+      count; every layer must keep as many weights. None: no stack.
     name: the path of the weight, for errors.
 
   Returns:
@@ -96,18 +122,81 @@ def from_dense(
       f"mask has shape {chosen.shape}, weight has {weight.shape}; they must "
       "agree (unpack packed masks first)"
     )
-  split = check_form(weight.shape, weight.dtype, split, name)
-  positions = np.flatnonzero(chosen).astype(np.int32)
-  if not len(positions):
+  block = as_block(block)
+  split = check_form(weight.shape, weight.dtype, split, name, block, axis)
+  if axis is None:
+    return _layer(weight, chosen, split, block, mask is not None, name)
+  parts = [
+    _layer(
+      np.take(weight, i, axis),
+      np.take(chosen, i, axis),
+      split,
+      block,
+      mask is not None,
+      name,
+    )
+    for i in range(weight.shape[axis])
+  ]
+  counts = [part.layout.count for part in parts]
+  if len(set(counts)) > 1:
+    raise ValueError(
+      f"params leaf {name!r}: the layers of this stack keep {min(counts)} to "
+      f"{max(counts)} weights; a kept stack keeps as many in each: prune with "
+      "one sparsity per leaf (uniform or erk), or leave it out with filter_fn"
+    )
+  stacked: Any = jax.tree.map(lambda *a: jnp.stack(a), *parts)
+  return KeptTensor(stacked.values, restack(stacked.layout, weight.shape, axis))
+
+
+def restack(layout: Any, shape: tuple[int, ...], axis: int) -> Any:
+  """Return the layout of a stack from that of a layer with more arrays."""
+  return dataclasses.replace(layout, shape=tuple(shape), axis=axis)
+
+
+def _layer(weight, chosen, split, block, strict, name) -> KeptTensor:
+  """Store one layer."""
+  matrix = fold(weight.shape, split)
+  weight, chosen, shape = (
+    weight.reshape(matrix),
+    chosen.reshape(matrix),
+    weight.shape,
+  )
+  if not chosen.any():
     raise ValueError(
       f"params leaf {name!r}: the mask keeps no weight; keep at least one"
     )
-  layout = layouts.from_sorted(positions, weight.shape, split, name)
-  return KeptTensor(jnp.asarray(weight.reshape(-1)[positions]), layout)
+  if block is None:
+    positions = np.flatnonzero(chosen).astype(np.int32)
+    layout: Any = layouts.from_sorted(positions, shape, split, name)
+    return KeptTensor(jnp.asarray(weight.reshape(-1)[positions]), layout)
+  found = np.asarray(blocks.tiled(jnp.asarray(chosen), block.block_shape)).any(
+    (2, 3)
+  )
+  rows, columns = (jnp.asarray(a.astype(np.int32)) for a in np.nonzero(found))
+  layout = BlockLayout(rows, columns, tuple(shape), split, name, block)
+  if strict and np.any(np.asarray(layout.mask()).reshape(matrix) != chosen):
+    raise ValueError(
+      f"params leaf {name!r}: the mask does not consist of whole blocks of "
+      f"{block.block_shape}; prune with sparsity_type={block!r}, or store "
+      "single weights"
+    )
+  return KeptTensor(layout.gather(jnp.asarray(weight)), layout)
+
+
+def as_block(block: Block | tuple[int, int] | None) -> Block | None:
+  """Return the sparsity type of the blocks; None: single weights."""
+  if block is None or isinstance(block, Block):
+    return block
+  return Block(block)
 
 
 def check_form(
-  shape: Any, dtype: Any, split: int | None, name: str = ""
+  shape: Any,
+  dtype: Any,
+  split: int | None,
+  name: str = "",
+  block: Block | None = None,
+  axis: int | None = None,
 ) -> int:
   """Return a checked `split`; raise if the weight has no kept form."""
   about = f"params leaf {name!r}: " if name else ""
@@ -116,22 +205,36 @@ def check_form(
       f"{about}dtype {dtype} has no kept form: only floating weights are "
       "trained; leave it dense with filter_fn"
     )
-  if len(shape) < 2:
+  if axis is not None and not 0 <= axis < len(shape):
+    raise ValueError(
+      f"{about}axis={axis} must number the layers of shape {tuple(shape)}: an "
+      f"axis from 0 to {len(shape) - 1}"
+    )
+  inner = tuple(d for i, d in enumerate(shape) if i != axis)
+  if len(inner) < 2:
     raise ValueError(
       f"{about}shape {tuple(shape)} has no kept form: a kept weight has at "
       "least 2 axes; leave it dense with filter_fn"
     )
-  if int(np.prod(shape)) > layouts.LIMIT:
+  if int(np.prod(inner)) > layouts.LIMIT:
     raise ValueError(
       f"{about}shape {tuple(shape)} has 2**31 weights or more; split the layer "
       "in two"
     )
-  split = len(shape) - 1 if split is None else split
-  if not 0 < split < len(shape):
+  split = len(inner) - 1 if split is None else split
+  if not 0 < split < len(inner):
     raise ValueError(
-      f"{about}split={split} must lie between 1 and {len(shape) - 1}: rows and "
+      f"{about}split={split} must lie between 1 and {len(inner) - 1}: rows and "
       "columns need an axis each"
     )
+  if block is not None and len(inner) > 2:
+    if split != len(inner) - 1 or inner[-2] % block.block_shape[0]:
+      raise ValueError(
+        f"{about}blocks of {block.block_shape} lie in the last two axes of "
+        f"shape {inner}, which are no blocks of the matrix that its products "
+        f"use (rows: the first {split} axes); choose a block height that "
+        f"divides {inner[-2]}, or leave it dense with filter_fn"
+      )
   return split
 
 
@@ -146,6 +249,8 @@ def create(
   initializer: str | Initializer = "lecun_normal",
   dtype: Any = jnp.float32,
   split: int | None = None,
+  block: Block | tuple[int, int] | None = None,
+  axis: int | None = None,
   fan_in: int | None = None,
   name: str = "",
   positions_key: Any = None,
@@ -159,12 +264,15 @@ def create(
   Args:
     key: a PRNG key.
     shape: the shape of the dense weight.
-    sparsity: fraction removed; exactly round(size · (1 − sparsity)) are kept.
+    sparsity: fraction removed; exactly round(size · (1 − sparsity)) are kept,
+      weights or blocks, in every layer of a stack.
     initializer: "lecun_normal", "he_normal", "glorot_normal" (variance from
       the *dense* fan, as in a masked network), "zeros", or a function `(key,
       count, shape, dtype) -> values`.
     dtype: dtype of the values.
     split: as in `from_dense`.
+    block: as in `from_dense`.
+    axis: as in `from_dense`.
     fan_in: inputs of each output, for the variance; by default the rows.
     name: the path of the weight, which the positions depend on.
     positions_key: another key for the positions, such as that of an updater.
@@ -178,17 +286,25 @@ def create(
     >>> w = kept.create(jax.random.key(0), (1024, 1024), 0.99)
     >>> w.values.shape, w.shape
     ((10486,), (1024, 1024))
+    >>> w = kept.create(jax.random.key(0), (64, 64), 0.75, block=(16, 16))
+    >>> w.values.shape
+    (4, 16, 16)
   """
-  split = check_form(shape, dtype, split, name)
-  count = int(mask_calculator.num_ones(int(np.prod(shape)), sparsity))
+  block = as_block(block)
+  split = check_form(shape, dtype, split, name, block, axis)
   data = jax.random.key_data(key) if is_key(key) else key
   places = data if positions_key is None else positions_key
-  layout = _random_layout(places, name, tuple(shape), split, count)
+  form = _Form(tuple(shape), split, name, block, axis)
+  layout = _random_layout(places, form, sparsity)
   drawn = jax.random.fold_in(jax.random.wrap_key_data(data), 1)
   drawn = jax.random.fold_in(drawn, _tools.path_hash(name))
-  rows, columns = layouts.fold(shape, split)
+  rows, columns = layout.matrix
   fans = (fan_in or rows, rows * columns // (fan_in or rows))
+  count = int(np.prod(layout.values_shape))
   values = _initial(initializer, drawn, count, shape, fans, dtype)
+  values = values.reshape(layout.values_shape)
+  if isinstance(layout, BlockLayout):
+    values = layout.clear_outside(values)
   return KeptTensor(values, layout)
 
 
@@ -196,12 +312,40 @@ def is_key(key: Any) -> bool:
   return jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
-def _random_layout(data, name, shape, split, count) -> Layout:
-  columns = layouts.fold(shape, split)[1]
-  names = tuple(name.split("/"))
-  scores = growth.random(data, 0, names, columns)
-  return rewiring.first_layout(scores, shape, split, name, count)
+class _Form(NamedTuple):
+  """What is known of a layout before its positions are drawn."""
+
+  shape: tuple[int, ...]
+  split: int
+  name: str
+  block: Block | None
+  axis: int | None
+
+  @property
+  def inner(self) -> tuple[int, ...]:
+    return tuple(d for i, d in enumerate(self.shape) if i != self.axis)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _random_layout(data, form: _Form, sparsity: float) -> Any:
+  scores = growth.random(data, 0, form.name, form.shape, form.split, form.axis)
+
+  def one(scores):
+    if form.block is None:
+      count = int(mask_calculator.num_ones(int(np.prod(form.inner)), sparsity))
+      return rewiring.first_layout(
+        scores, form.inner, form.split, form.name, count
+      )
+    none = jnp.zeros(0, jnp.int32)
+    empty = BlockLayout(
+      none, none, form.inner, form.split, form.name, form.block
+    )
+    count = int(mask_calculator.num_ones(int(np.prod(empty.grid)), sparsity))
+    return block_rewiring.first_layout(scores, empty, count)
+
+  if form.axis is None:
+    return one(scores)
+  return restack(jax.lax.map(one, scores), form.shape, form.axis)
 
 
 def _initial(initializer, key, count, shape, fans, dtype) -> Array:
@@ -265,7 +409,7 @@ def join(values: Any, layouts: Any) -> Any:
 
   Args:
     values: a tree of arrays.
-    layouts: a tree of layouts, None for dense leaves.
+    layouts: a tree of layouts, None (or `optax.MaskedNode()`) for dense leaves.
 
   Returns:
     A tree with `KeptTensor` leaves.
@@ -280,8 +424,7 @@ def join(values: Any, layouts: Any) -> Any:
     [1.0, 1.0]
   """
   leaves, treedef = jax.tree.flatten(values)
-  places = treedef.flatten_up_to(layouts) if layouts is not None else []
-  places = places or [None] * len(leaves)
+  places = _leaves.align(values, layouts, "layouts")
   out = [
     leaf if place is None else KeptTensor(leaf, place)
     for leaf, place in zip(leaves, places, strict=True)
