@@ -56,7 +56,8 @@ ROOMS = {
     "products", "capture", "choosing",
     "growth", "block_rewiring", "_rewire_kernel", "rewiring", "folding",
     "tensors", "views", "rules", "lifting", "checking", "states", "making",
-    "differentiation", "stepping", "updaters", "files", "report", "__init__",
+    "differentiation", "stepping", "updaters", "files", "report", "_fresh",
+    "measuring", "__init__",
   ],
   "program": [
     "primitives", "jaxprs", "tracing", "running", "errors", "owners",

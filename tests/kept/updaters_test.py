@@ -229,8 +229,9 @@ def test_a_restored_run_equals_an_uninterrupted_one(algorithm, tmp_path):
 
 
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
-def test_eight_devices_equal_one():
-  both = run("rigl")
+@pytest.mark.parametrize("kind", ["unstructured", "block_4,4"])
+def test_eight_devices_equal_one(kind):
+  both = Run("rigl", sparsity_type=kind)
   _, alone = both.start()
   mesh = jax.make_mesh(
     (8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,)
@@ -350,6 +351,28 @@ def test_training_takes_the_bytes_that_the_law_allows(sparsity, most):
   assert "1024x1024" in str(report)
 
 
+@pytest.mark.slow  # two processes of their own
+def test_the_report_measures_what_it_tells():
+  pruner = kept.KeptUpdater(jaxpruner.StaticRandomSparse())
+  make = functools.partial(kept.create, jax.random.key(0))
+  stack = make((3, 512, 512), 0.95, axis=0, name="stack")
+  weights = {"stack": stack, "out": make((512, 512), 0.95, block=(64, 64))}
+
+  def loss(p, x):
+    step = lambda h, w: (jnp.tanh(h @ w), None)
+    return jnp.mean((jax.lax.scan(step, x, p["stack"])[0] @ p["out"]) ** 2)
+
+  report = kept.training_report(
+    pruner, loss, weights, optax.adam(1e-3), jnp.ones((32, 512)), repeats=3
+  )
+  rows = {layer.name: layer.rows for layer in report.layers}
+  assert rows == {"stack": 96, "out": 32}
+  assert report.peak is not None and report.dense_peak is not None
+  assert report.peak > report.bytes.total - report.bytes.dense // 64
+  assert report.dense_peak > report.bytes.dense / 2
+  assert "fresh process" in str(report) and "stack" in str(report)
+
+
 def test_files_hold_values_and_positions(tmp_path):
   both = run("set")
   _, (values, state) = both.start()
@@ -382,6 +405,10 @@ def test_what_has_no_kept_form_is_refused():
     make(config("rigl", skip_gradients=False, storage="kept"))
   with pytest.raises(ValueError, match="storage='packed'.*masked.*kept"):
     make(config("rigl", storage="packed"))
+  conv = {"conv": {"kernel": jnp.ones((3, 3, 6, 8))}}
+  blocks = make(config("set", sparsity_type="block_4,4", storage="kept"))
+  with pytest.raises(ValueError, match="conv/kernel.*divides 6.*filter_fn"):
+    blocks.create(jax.random.key(0), lambda _: conv)
   with pytest.raises(ValueError, match="NByM.*no kept form.*Block"):
     make(config("rigl", sparsity_type="nm_2,4", sparsity=0.5, storage="kept"))
   both = run("rigl")
@@ -471,6 +498,33 @@ def test_layers_of_a_stack_must_keep_as_many():
   )
   with pytest.raises(ValueError, match=r"blocks/kernel\[1\].*as many weights"):
     pruner.create(jax.random.key(0), lambda _: params)
+
+
+def test_layers_that_rounding_gave_one_weight_less_get_one_more():
+  """43 of 3 × 72 weights: the total under masks is exact."""
+  make = lambda **more: jaxpruner.create_updater_from_config(
+    config("set", stacked_axis=0, **more)
+  )
+  rng = np.random.default_rng(0)
+  params = {"w": jnp.asarray(rng.normal(size=(3, 8, 9)), jnp.float32)}
+  pruner, masks = make(storage="kept"), make().init_state(params).masks
+  assert np.asarray(masks["w"]).sum((1, 2)).tolist() == [15, 14, 14]
+  weights = pruner.from_dense(params, masks)
+  check_evened(params, masks, weights, 15)
+  created = pruner.create(jax.random.key(0), lambda _: params)
+  assert created["w"].values.shape == weights["w"].values.shape == (3, 15)
+  units = np.array([[1, 0, 1], [0, 1, 0], [1, 1, 0]], np.uint8)  # 1 to 2 blocks
+  masks = {"w": units[:, None, :].repeat(8, 1).repeat(3, 2)}
+  pruner = make(storage="kept", sparsity_type="block_8,3")
+  check_evened(params, masks, pruner.from_dense(params, masks), 48)
+
+
+def check_evened(params, masks, weights, count):
+  dense, found = kept.todense(weights)
+  wanted = jnp.where(masks["w"] == 1, params["w"], 0)
+  np.testing.assert_array_equal(dense["w"], wanted)
+  assert (np.asarray(found["w"]) >= np.asarray(masks["w"])).all()
+  assert set(np.asarray(found["w"]).sum((1, 2))) == {count}
 
 
 def test_created_stacks_and_blocks_have_the_masks_of_the_algorithm():

@@ -9,8 +9,10 @@ _MODULES = {
   "KeptTensor": "tensors",
   "KeptUpdater": "updaters",
   "LayerBytes": "report",
+  "LayerTime": "measuring",
   "Layout": "layouts",
   "TrainingBytes": "report",
+  "TrainingReport": "measuring",
   "create": "tensors",
   "find_kept_state": "states",
   "from_dense": "tensors",
@@ -21,6 +23,7 @@ _MODULES = {
   "split": "tensors",
   "todense": "tensors",
   "training_bytes": "report",
+  "training_report": "measuring",
 }
 
 __all__ = sorted(_MODULES)  # pyright: ignore[reportUnsupportedDunderAll]

@@ -3,7 +3,10 @@
 import dataclasses
 from typing import Any, NamedTuple
 
-from jaxpruner import _leaves, algorithms, base_updater
+import jax
+import numpy as np
+
+from jaxpruner import _leaves, algorithms, base_updater, mask_calculator
 from jaxpruner.algorithms import criteria
 from jaxpruner.sparsity_types import Block, Unstructured
 
@@ -59,8 +62,10 @@ def forms(view: Any) -> dict[int, Form]:
     view: the prunable leaves; a stack has one entry per layer.
 
   Returns:
-    One form per prunable leaf of the tree, stacks whole.
+    One form per prunable leaf of the tree, stacks whole: where layers differ by
+    one weight, the target of the larger ones.
   """
+  leaves = jax.tree.leaves(view.params)
   found: dict[int, Form] = {}
   for place, names, kind, target, cut in zip(
     view.places, view.names, view.kinds, view.targets, view.cuts, strict=True
@@ -70,13 +75,21 @@ def forms(view: Any) -> dict[int, Form]:
     block = kind if type(kind) is Block else None
     form = Form(own, target, block, None if cut is None else cut.axis)
     before = found.setdefault(place, form)
-    if before != form:
+    shape = np.delete(leaves[place].shape, [] if cut is None else cut.axis)
+    units = kind.units(tuple(shape))
+    first, count = (
+      int(mask_calculator.num_ones(units, s)) for s in (before.target, target)
+    )
+    # Totals are exact: layers of one sparsity may differ by one weight.
+    if abs(first - count) > 1:
       raise ValueError(
         f"params leaf {_leaves.join(names)!r}: its sparsity is {target}, that "
         f"of the first layer of its stack is {before.target}; a kept stack "
         "keeps as many weights in each layer: give them one sparsity, or use "
         "masked storage"
       )
+    if count > first:
+      found[place] = form
   return found
 
 

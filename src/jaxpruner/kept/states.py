@@ -94,7 +94,7 @@ def start(updater: Any, weights: PyTree) -> KeptState:
       "from_dense or from_masked"
     )
   named = jax.tree_util.tree_map_with_path(
-    _named_layout, weights, is_leaf=tensors.is_kept
+    named_layout, weights, is_leaf=tensors.is_kept
   )
   if updater.rng_seed is not None:
     key = _state.seed_data(updater.rng_seed)
@@ -132,7 +132,7 @@ def is_layout(value: Any) -> bool:
   return isinstance(value, Layout | BlockLayout)
 
 
-def _named_layout(path: Any, leaf: Any) -> Any:
+def named_layout(path: Any, leaf: Any) -> Any:
   """Return the layout under the path that the algorithm knows."""
   if not tensors.is_kept(leaf):
     return _leaves.ABSENT

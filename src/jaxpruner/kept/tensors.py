@@ -102,7 +102,8 @@ def from_dense(
     block: rows and columns of the blocks that are kept whole, or the sparsity
       type `Block`; None: single weights.
     axis: the axis that numbers the layers of a stack, which `split` does not
-      count; every layer must keep as many weights. None: no stack.
+      count; every layer keeps as many weights, and where rounding gave one
+      layer one less, it gets one more, of value zero. None: no stack.
     name: the path of the weight, for errors.
 
   Returns:
@@ -124,28 +125,54 @@ def from_dense(
     )
   block = as_block(block)
   split = check_form(weight.shape, weight.dtype, split, name, block, axis)
+  strict = mask is not None
   if axis is None:
-    return _layer(weight, chosen, split, block, mask is not None, name)
+    return _layer(weight, chosen, split, block, strict, name)
+  weights = np.moveaxis(weight, axis, 0)
+  wanted = np.moveaxis(chosen, axis, 0)
+  even = _evened(wanted.reshape(len(wanted), *fold(wanted.shape[1:], split)),
+                 block, name).reshape(wanted.shape)  # fmt: skip
+  weights = np.where(wanted, weights, np.zeros((), weights.dtype))
   parts = [
-    _layer(
-      np.take(weight, i, axis),
-      np.take(chosen, i, axis),
-      split,
-      block,
-      mask is not None,
-      name,
-    )
-    for i in range(weight.shape[axis])
+    _layer(w, c, split, block, strict, name)
+    for w, c in zip(weights, even, strict=True)
   ]
-  counts = [part.layout.count for part in parts]
-  if len(set(counts)) > 1:
-    raise ValueError(
-      f"params leaf {name!r}: the layers of this stack keep {min(counts)} to "
-      f"{max(counts)} weights; a kept stack keeps as many in each: prune with "
-      "one sparsity per leaf (uniform or erk), or leave it out with filter_fn"
-    )
   stacked: Any = jax.tree.map(lambda *a: jnp.stack(a), *parts)
   return KeptTensor(stacked.values, restack(stacked.layout, weight.shape, axis))
+
+
+def _evened(chosen: np.ndarray, block: Block | None, name: str) -> np.ndarray:
+  """Return masks of layers (layers, rows, columns) that keep as many units.
+
+  Rounding may leave layers that differ by one unit: the smaller ones get one
+  more, of weight zero, at their lowest free place.
+  """
+  units, grid = chosen, chosen.shape[1:]
+  if block is not None:
+    pool = lambda layer: blocks.tiled(layer, block.block_shape).any((2, 3))
+    units = np.asarray(jax.vmap(pool)(jnp.asarray(chosen)))
+    grid = units.shape[1:]
+  units = units.reshape(len(chosen), -1)
+  counts = units.sum(1)
+  if counts.max() - counts.min() > 1:
+    raise ValueError(
+      f"params leaf {name!r}: the layers of this stack keep {counts.min()} to "
+      f"{counts.max()} weights or blocks; a kept stack keeps as many in each: "
+      "prune with one sparsity per leaf (uniform or erk), or leave it out with "
+      "filter_fn"
+    )
+  units = units.copy()
+  for layer in np.flatnonzero(counts < counts.max()):
+    units[layer, np.argmin(units[layer])] = True
+  if block is None:
+    return units.reshape(chosen.shape)
+  wide = units.reshape(len(chosen), *grid)
+  for axis, side in enumerate(block.block_shape):
+    wide = np.repeat(wide, side, axis + 1)
+  return chosen | (
+    wide[:, : chosen.shape[1], : chosen.shape[2]]
+    & (counts < counts.max())[:, None, None]
+  )
 
 
 def restack(layout: Any, shape: tuple[int, ...], axis: int) -> Any:
@@ -228,12 +255,15 @@ def check_form(
       "columns need an axis each"
     )
   if block is not None and len(inner) > 2:
-    if split != len(inner) - 1 or inner[-2] % block.block_shape[0]:
+    cure = "leave it dense with filter_fn, or keep single weights"
+    height = block.block_shape[0]
+    if split == len(inner) - 1:
+      cure = f"choose a block height that divides {inner[-2]}, or {cure}"
+    if split != len(inner) - 1 or inner[-2] % height:
       raise ValueError(
         f"{about}blocks of {block.block_shape} lie in the last two axes of "
         f"shape {inner}, which are no blocks of the matrix that its products "
-        f"use (rows: the first {split} axes); choose a block height that "
-        f"divides {inner[-2]}, or leave it dense with filter_fn"
+        f"use (rows: the first {split} axes); {cure}"
       )
   return split
 
