@@ -549,6 +549,8 @@ def test_the_state_can_be_walked():
   assert set(jax.tree.leaves((adam_state.mu, adam_state.nu))) == {"param"}
   assert adam_state.count == marked.count == marked.key == "own"
   assert len(jax.tree.leaves(adam_state.mu)) == len(jax.tree.leaves(values))
+  own = jax.tree.leaves(marked.layouts)
+  assert own == ["own"] * len(jax.tree.leaves(state.layouts))
 
 
 def test_a_jitted_loss_is_refused_with_the_cure():

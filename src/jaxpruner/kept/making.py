@@ -7,11 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpruner import _leaves, _stacks, _state
+from jaxpruner import _leaves
 from jaxpruner.kept import checking, folding, states, tensors
 from jaxpruner.kept.states import KeptState
 from jaxpruner.program.owners import Owners, per_weight
+from jaxpruner.sparsity_distributions.stacking import find_stacks
 from jaxpruner.sparsity_types import Block
+from jaxpruner.updater.state import SparseState, seed_data, unpack_mask
 
 PyTree = Any
 Apply = Callable[..., Any] | None
@@ -59,7 +61,7 @@ def create(
 
 def _seed(updater: Any, key: Any) -> Any:
   if updater.rng_seed is not None:
-    return _state.seed_data(updater.rng_seed)
+    return seed_data(updater.rng_seed)
   return jax.random.key_data(key) if tensors.is_key(key) else key
 
 
@@ -71,7 +73,7 @@ def from_dense(
   apply_fn: Apply,
 ) -> PyTree:
   """Return dense parameters at kept size; see `KeptUpdater.from_dense`."""
-  stacks = _stacks.find_stacks(params, updater.stacked_axis)
+  stacks = find_stacks(params, updater.stacked_axis)
   axes = [None if stack is None else stack.axis for stack in stacks]
   folds = folding.find(apply_fn, params, inputs, axes)
   rows, treedef = _leaves.flatten_with_names(params)
@@ -102,7 +104,7 @@ def from_masked(
   apply_fn: Apply,
 ) -> tuple[PyTree, KeptState]:
   """Switch a masked run to kept size; see `KeptUpdater.from_masked`."""
-  if not isinstance(opt_state, _state.SparseState):
+  if not isinstance(opt_state, SparseState):
     raise ValueError(
       f"from_masked: opt_state is {type(opt_state).__name__}, not the "
       "SparseState of wrap_optax; wrap_optax must be outermost"
@@ -152,6 +154,6 @@ def _unpacked(params: PyTree, masks: PyTree) -> PyTree:
   def unpack(_, param, mask):
     if mask is None or mask.shape == param.shape:
       return mask
-    return _leaves.unpack(mask, param)
+    return unpack_mask(mask, param)
 
   return _leaves.map_masks(unpack, params, masks)

@@ -7,10 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpruner import _leaves, _state
+from jaxpruner import _leaves
 from jaxpruner.kept import tensors
 from jaxpruner.kept.blocks import BlockLayout
 from jaxpruner.kept.layouts import Layout
+from jaxpruner.updater.seeds import params_key
+from jaxpruner.updater.state import find_only, seed_data
 
 PyTree = Any
 
@@ -65,7 +67,7 @@ def find_kept_state(opt_state: PyTree) -> KeptState:
     >>> kept.find_kept_state(opt_state).layouts["w"].count
     4
   """
-  return _state.find_only(
+  return find_only(
     opt_state,
     KeptState,
     "states of kept storage",
@@ -97,9 +99,9 @@ def start(updater: Any, weights: PyTree) -> KeptState:
     named_layout, weights, is_leaf=tensors.is_kept
   )
   if updater.rng_seed is not None:
-    key = _state.seed_data(updater.rng_seed)
+    key = seed_data(updater.rng_seed)
   else:
-    key = _state.params_key(tensors.split(weights)[0])
+    key = params_key(tensors.split(weights)[0])
   return KeptState(
     layouts=named,
     count=jnp.zeros([], jnp.int32),
@@ -108,19 +110,25 @@ def start(updater: Any, weights: PyTree) -> KeptState:
   )
 
 
-def placeholders(inner: Any, params: Any) -> KeptState:
+def placeholders(inner: Any, params: Any, made: set[Any]) -> KeptState:
   """Return the answer to `optax.tree_map_params`: which fields are params.
 
   Args:
     inner: the optimizer.
     params: Optax's placeholder.
+    made: the structures of the states that `init` made, without those of the
+      optimizer. If there is one, each leaf of the layouts is handed over by
+      itself, else all of them together.
 
   Returns:
-    A state with the placeholder where the optimizer has it. Layouts are one
-    node: they are like the tree of parameters, not like its arrays.
+    A state with the placeholder where the optimizer has it.
   """
   leaf = np.zeros([], np.int32)
-  return KeptState(leaf, inner.init(params), leaf, leaf, leaf)
+  state = KeptState(leaf, _leaves.ABSENT, leaf, leaf, leaf)
+  if len(made) == 1:
+    (structure,) = made
+    state = structure.unflatten([leaf] * structure.num_leaves)
+  return state._replace(inner_state=inner.init(params))
 
 
 def layouts_of(params: PyTree, state: KeptState) -> list[Any]:

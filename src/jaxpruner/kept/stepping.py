@@ -7,11 +7,12 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from jaxpruner import _leaves, _moments, _transform
+from jaxpruner import _leaves
 from jaxpruner.kept import checking, rewiring, states, tensors
 from jaxpruner.kept import growth as growing
 from jaxpruner.kept.differentiation import Growth
 from jaxpruner.kept.states import KeptState
+from jaxpruner.updater import checks, moments
 
 PyTree = Any
 
@@ -28,14 +29,18 @@ def wrap(
   Returns:
     The transformation; its state is a `KeptState`.
   """
-  _transform._warn_if_never_updates(updater)
+  checks.warn_if_never_updates(updater)
   inner = optax.with_extra_args_support(inner)
 
+  made: set[Any] = set()  # structures of the states so far
+
   def init(params: PyTree) -> KeptState:
-    if _transform.is_placeholder(params):
-      return states.placeholders(inner, params)
+    # `optax.tree_map_params` asks which fields are like params.
+    if type(params).__name__ == "_ParamsPlaceholder":
+      return states.placeholders(inner, params, made)
     values, _ = tensors.split(params)
     state = states.start(updater, params)
+    made.add(jax.tree.structure(state))
     return state._replace(inner_state=inner.init(values))
 
   def update(updates, state, params=None, *, growth=None, **extra):
@@ -52,14 +57,14 @@ def wrap(
       lambda: _unmoved(state, params),
     )
     stays = [None if m is None else ~m for m in moved]
-    keep = _moments.keepers(
+    keep = moments.keepers(
       state.inner_state,
       params,
       stays,
       inner.init(_map(_clear, params, moved)),
       due,
     )
-    updates, inner_state = _moments.update(step, state.inner_state, keep)
+    updates, inner_state = moments.update(step, state.inner_state, keep)
     updates = jax.tree.map(
       lambda u: jnp.where(due, jnp.zeros_like(u), u), updates
     )
