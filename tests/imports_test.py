@@ -39,9 +39,9 @@ ROOMS = {
   ],
   "kept": [
     "places", "blocks", "bitmaps", "layouts", "block_products", "_kernel",
-    "products", "capture", "choosing",
-    "growth", "block_rewiring", "_rewire_kernel", "rewiring", "folding",
-    "tensors", "views", "rules", "lifting", "checking", "states", "making",
+    "products", "capture", "choosing", "growth", "block_rewiring",
+    "_rewire_kernel", "rewiring", "folding", "tensors", "conversion",
+    "creation", "views", "rules", "lifting", "checking", "states", "making",
     "differentiation", "stepping", "updaters", "files", "report", "_fresh",
     "measuring", "__init__",
   ],

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpruner import _leaves
-from jaxpruner.kept import checking, folding, states, tensors
+from jaxpruner.kept import checking, conversion, creation, folding, states
 from jaxpruner.kept.states import KeptState
 from jaxpruner.program.owners import Owners, per_weight
 from jaxpruner.sparsity_distributions.stacking import find_stacks
@@ -43,7 +43,7 @@ def create(
 
   out = dict(zip(own, jax.jit(rest)(key, *inputs), strict=True))
   for i, form in forms.items():
-    out[i] = tensors.create(
+    out[i] = creation.create(
       key,
       leaves[i].shape,
       form.target,
@@ -62,7 +62,7 @@ def create(
 def _seed(updater: Any, key: Any) -> Any:
   if updater.rng_seed is not None:
     return seed_data(updater.rng_seed)
-  return jax.random.key_data(key) if tensors.is_key(key) else key
+  return jax.random.key_data(key) if creation.is_key(key) else key
 
 
 def from_dense(
@@ -84,7 +84,7 @@ def from_dense(
     rows, _leaves.align(params, masks), folds, axes, strict=True
   ):
     if mask is not None:
-      leaf = tensors.from_dense(
+      leaf = conversion.from_dense(
         leaf,
         mask,
         split=split,

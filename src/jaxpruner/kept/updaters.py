@@ -10,6 +10,7 @@ from jax import Array
 from jaxpruner import base_updater
 from jaxpruner.kept import (
   checking,
+  creation,
   differentiation,
   making,
   stepping,
@@ -73,7 +74,7 @@ class KeptUpdater:
     init_fn: Callable[..., PyTree],
     *inputs: Any,
     apply_fn: Callable[..., Any] | None = None,
-    initializer: str | tensors.Initializer = "lecun_normal",
+    initializer: str | creation.Initializer = "lecun_normal",
   ) -> PyTree:
     """Create a model's weights without ever making a dense kept weight.
 
