@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from jaxpruner import engine, kept
 from jaxpruner.kept import (
   bitmaps,
+  block_products,
   choosing,
   growth,
   layouts,
@@ -58,6 +59,30 @@ def test_product_and_gradients_equal_dense_ones(
   close(y, x @ m)
   close(dx, g @ m.T)
   close(dv, w.layout.gather(jnp.asarray(outer)))
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("room", [700, 2**22])
+def test_blocks_are_multiplied_some_at_a_time(transposed, room, monkeypatch):
+  """No side is a multiple of the block's; the last blocks come alone."""
+  monkeypatch.setattr(block_products, "ROOM", room)
+  w = kept.create(jax.random.key(0), (33, 70), 0.5, block=(8, 16))
+  dense = np.asarray(w.todense(), np.float64)
+  rng = np.random.default_rng(0)
+  x = rng.normal(size=(7, w.shape[transposed])).astype(np.float32)
+  g = rng.normal(size=(7, w.shape[not transposed])).astype(np.float32)
+  product = lambda x, v: products.product(x, v, w.layout, transposed)
+  y, back = jax.vjp(product, x, w.values)
+  dx, dv = back(g)
+  m = dense.T if transposed else dense
+  outer = g.T @ x if transposed else x.T @ g
+  close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
+  close(y, x @ m)
+  close(dx, g @ m.T)
+  close(dv, w.layout.gather(jnp.asarray(outer)))
+  rows = jnp.array([0, 32, 7, 7])
+  found = block_products.look_up(w.values, w.layout, rows)
+  np.testing.assert_array_equal(found, w.todense()[rows])
 
 
 def test_half_precision_accumulates_in_float32(kernel):

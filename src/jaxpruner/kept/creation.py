@@ -1,5 +1,6 @@
 """Create random kept weights; the dense array is never made."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -71,8 +72,12 @@ def create(
   split = check_form(shape, dtype, split, name, block, axis)
   data = jax.random.key_data(key) if is_key(key) else key
   places = data if positions_key is None else positions_key
-  form = _Form(tuple(shape), split, name, block, axis)
-  layout = _random_layout(places, form, sparsity)
+  scores = growth.random(places, 0, name, tuple(shape), split, axis)
+  # Without the name: layers of one shape share a compiled function.
+  layout = _random_layout(
+    scores, _Form(tuple(shape), split, block, axis), sparsity
+  )
+  layout = dataclasses.replace(layout, name=name)
   drawn = jax.random.fold_in(jax.random.wrap_key_data(data), 1)
   drawn = jax.random.fold_in(drawn, _tools.path_hash(name))
   rows, columns = layout.matrix
@@ -94,7 +99,6 @@ class _Form(NamedTuple):
 
   shape: tuple[int, ...]
   split: int
-  name: str
   block: Block | None
   axis: int | None
 
@@ -104,19 +108,13 @@ class _Form(NamedTuple):
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def _random_layout(data, form: _Form, sparsity: float) -> Any:
-  scores = growth.random(data, 0, form.name, form.shape, form.split, form.axis)
-
+def _random_layout(scores, form: _Form, sparsity: float) -> Any:
   def one(scores):
     if form.block is None:
       count = int(mask_calculator.num_ones(int(np.prod(form.inner)), sparsity))
-      return rewiring.first_layout(
-        scores, form.inner, form.split, form.name, count
-      )
+      return rewiring.first_layout(scores, form.inner, form.split, "", count)
     none = jnp.zeros(0, jnp.int32)
-    empty = BlockLayout(
-      none, none, form.inner, form.split, form.name, form.block
-    )
+    empty = BlockLayout(none, none, form.inner, form.split, "", form.block)
     count = int(mask_calculator.num_ones(int(np.prod(empty.grid)), sparsity))
     return block_rewiring.first_layout(scores, empty, count)
 
