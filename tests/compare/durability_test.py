@@ -10,10 +10,10 @@ import compare_helpers as helpers
 import numpy as np
 import pytest
 
-from jaxpruner.compare import cells, executors, files, workers
-from jaxpruner.compare.cell_run import Outcome
+from jaxpruner.compare import executors, files, plan, workers
 from jaxpruner.compare.cells import Cell
 from jaxpruner.compare.files import RunFolderError, read_lines
+from jaxpruner.compare.outcomes import Outcome
 from jaxpruner.compare.records import Failure, event_to_json
 
 
@@ -115,8 +115,8 @@ class Cheap:
   def __init__(self, fail=()):
     self.fail, self.calls = set(fail), []
 
-  def __call__(self, cell, settings, emit, checkpoint):
-    del settings, checkpoint
+  def __call__(self, cell, settings, emit, checkpoint, trained):
+    del settings, checkpoint, trained
     self.calls.append(cell.id)
     emit(helpers.chunk(cell.id))
     if cell.id in self.fail:
@@ -131,9 +131,9 @@ def test_a_cell_that_raises_is_recorded_and_the_others_run(
   monkeypatch.setattr(executors.cell_run, "run_cell", cheap)
   settings = helpers.settings()
   events = []
-  executors.serial(cells.cells_of(settings), settings, tmp_path, events.append)
+  executors.serial(plan.cells_of(settings), settings, tmp_path, events.append)
   done = {e.cell: e for e in events if e.event == "done"}
-  assert set(done) == {cell.id for cell in cells.cells_of(settings)}
+  assert set(done) == {cell.id for cell in plan.cells_of(settings)}
   assert done["magnitude@0.8"].problem == "MemoryError: too big"
   assert isinstance(done["magnitude@0.8"], Failure)
   assert json.dumps([event_to_json(event) for event in events])
@@ -159,8 +159,8 @@ def test_a_checkpoint_of_no_use_is_tried_once(
 ):
   """Unreadable, or readable and the cell raises: renamed, not retried."""
 
-  def run_cell(cell, settings, emit, checkpoint):
-    del settings, emit
+  def run_cell(cell, settings, emit, checkpoint, trained):
+    del settings, emit, trained
     if checkpoint.load() is not None:
       raise ValueError("wrong checkpoint")
     return Outcome(helpers.record(cell.id, [1.0, 1.0]), {})

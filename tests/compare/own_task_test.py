@@ -16,9 +16,10 @@ import pytest
 import jaxpruner
 from jaxpruner.compare import (
   cell_run,
-  cells,
   fingerprint,
   modules,
+  networks,
+  plan,
   streams,
   tasks,
 )
@@ -73,7 +74,7 @@ def own(**changes):
 def train(task, algorithm="magnitude", seeds=2, checkpoint=None, emit=None):
   settings = helpers.settings(task="own", options={}, seeds=seeds)
   with tasks.bound("own", task):
-    cell_run._loaded.cache_clear()
+    networks._loaded.cache_clear()
     cell = Cell(algorithm, 0.0 if algorithm == "dense" else 0.5)
     return cell_run.run_cell(
       cell, settings, emit or (lambda _: None), checkpoint
@@ -271,11 +272,11 @@ def test_a_task_that_ignores_its_width_has_no_small_baseline():
       return {"w": jax.random.normal(key, (4, 4))}
 
   with tasks.bound("fixed", Fixed()):
-    assert not cells.has_small_dense(helpers.settings(task="fixed", options={}))
+    assert not plan.has_small_dense(helpers.settings(task="fixed", options={}))
 
 
 def test_the_narrower_network_has_as_many_weights_as_the_sparse_one():
-  task = cell_run.with_width_for(own(), 0.5)
+  task = networks.with_width_for(own(), 0.5)
   shapes = jax.eval_shape(task.init, jax.random.key(0))
   assert shapes["hidden"]["kernel"].shape == (8, 8)
 

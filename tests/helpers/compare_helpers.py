@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 
-from jaxpruner.compare import cells, table
+from jaxpruner.compare import groups, plan, table
 from jaxpruner.compare.records import Chunk, Record
 from jaxpruner.compare.run_folder import FORMAT, RunInfo
 from jaxpruner.compare.settings import ComparisonSettings
@@ -79,7 +79,8 @@ def settings(**changes) -> ComparisonSettings:
 
 def record(cell: str, values: list, **changes) -> Record:
   """Return a record made by hand."""
-  name, _, sparsity = cell.partition("@")
+  name, _, rest = cell.partition("@")
+  sparsity = rest.partition("+")[0]
   made = {
     "cell": cell,
     "algorithm": name,
@@ -130,7 +131,7 @@ def run_info(**changes) -> RunInfo:
     "settings": chosen.to_json(),
     "versions": {"jax": "1"},
     "cells": [
-      [*c, "erk", *cells.group(c.algorithm)] for c in cells.cells_of(chosen)
+      [*c, "erk", *groups.group(c.algorithm)] for c in plan.cells_of(chosen)
     ],
     "metric": "accuracy",
     "format": FORMAT,

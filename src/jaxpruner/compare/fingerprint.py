@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpruner._tools import fingerprint
-from jaxpruner.compare import cells, streams, tasks
+from jaxpruner.compare import groups, plan, pretrained, streams, tasks
 from jaxpruner.compare.run_folder import FORMAT, RunInfo
 from jaxpruner.compare.settings import ComparisonSettings
 
@@ -45,15 +45,17 @@ def run_info(
     The fingerprint and further information.
   """
   device = jax.devices()[0].device_kind
-  task = cells.base_task(settings)
+  task = plan.base_task(settings)
   now = datetime.datetime.now(datetime.UTC)
   found = fingerprint.versions(*PACKAGES)
   versions = {name: str(version) for name, version in found.items()}
   if in_process:
     versions["cores"] = str(os.cpu_count())
-  plan = cells.plan(settings)
-  entries = [cells.listed(cell, task) for cell in plan.cells]
+  planned = plan.plan(settings)
+  entries = [groups.listed(cell, task) for cell in planned.cells]
   hashes = {"sha256": fingerprint.arrays(data)}
+  if settings.checkpoint:
+    hashes["init"] = pretrained.digest(settings.checkpoint)
   batch = None
   if task.streamed:
     first = streams.check(task)
@@ -113,8 +115,14 @@ def notes_of(settings: ComparisonSettings) -> list[str]:
     >>> notes_of(ComparisonSettings())
     []
   """
-  found = list(cells.plan(settings).notes)
-  if not cells.has_small_dense(settings):
+  found = list(plan.plan(settings).notes)
+  if settings.checkpoint:
+    found.append(
+      f"Every row starts from --init {settings.checkpoint} and trains for the "
+      "same number of steps, the dense one too. The small dense baseline is "
+      "left out: a checkpoint has one width."
+    )
+  elif not plan.has_small_dense(settings):
     found.append(
       "The small dense baseline is left out: the task has no rule for a "
       "narrower network (`narrower`, or an `init` that uses `width`)."

@@ -224,12 +224,10 @@ def read(file: str) -> Records:
 
 def _check_curve(training: Training, file: str) -> None:
   """Raise if the chunks of a learning curve do not follow each other."""
-  starts = training.starts
-  whole = all(isinstance(start, int) for start in starts)
-  if (
-    not whole
-    or len(starts) != len(training.losses)
-    or [*starts, training.steps] != sorted({*starts, training.steps})
+  starts = [start for start in training.starts if isinstance(start, int)]
+  ends = [*starts[1:], training.steps]
+  if not (len(starts) == len(training.starts) == len(training.losses)) or any(
+    start >= end for start, end in zip(starts, ends, strict=False)
   ):
     raise RunFolderError(
       f"{file}: the training of {training.cell!r:.60} has chunks that do not "
