@@ -198,13 +198,11 @@ def kept_case(model, shapes):
   init = lambda _: jax.tree.map(lambda s: jnp.ones(s.shape, s.dtype), shapes)
   weights = pruner.create(jax.random.key(0), init)
   tx, apply = pruner.wrap_optax(optax.adam(1e-4)), kept.lift(model)
-  params, layouts = kept.split(weights)
 
-  def forward(p, state, x):
-    own = layouts if state is None else state.layouts
-    return apply(kept.join(p, own), x)
+  def forward(p, state, x):  # inference has the positions in p
+    return apply(p if state is None else kept.join(p, state.layouts), x)
 
-  return params, forward, lambda p: (tx, p, tx.init(kept.join(p, layouts)))
+  return weights, forward, lambda w: (tx, kept.split(w)[0], tx.init(w))
 
 
 def packed_inference(model, shapes, x):
