@@ -23,12 +23,22 @@ def step_of(weights, x, y):
     ((h - y) ** 2).mean().backward()
     with torch.no_grad():
       for w in weights:
-        sparse = w.layout == torch.sparse_csr
-        held, grad = (a.values() if sparse else a for a in (w, w.grad))
+        held, grad = w, w.grad
+        if w.layout == torch.sparse_csr:
+          held, grad = w.values(), kept_entries(w, grad)
         held.add_(grad, alpha=-1e-4)
         w.grad = None
 
   return run
+
+
+def kept_entries(w, grad):
+  """Return the gradient of the kept weights; torch may make it dense."""
+  if grad.layout == torch.sparse_csr:
+    return grad.values()
+  starts, columns = w.crow_indices(), w.col_indices()
+  rows = torch.repeat_interleave(torch.arange(len(starts) - 1), starts.diff())
+  return grad[rows, columns]
 
 
 def main(width: int, layers: int, batch: int, sparsity: float) -> None:
