@@ -73,6 +73,12 @@ class Constants:
     """Return an array that is a parameter in another shape, else None."""
     if var not in self._values:
       node = self._maker.get(var)
+      if node is not None and node.name == "concatenate":
+        # Not kept: a recurrent cell joins its kernels in every step.
+        parts = [self.value(v) for v in node.inputs]
+        if any(part is None for part in parts):
+          return None
+        return np.concatenate(parts, node.params["dimension"])  # pyright: ignore
       if node is None or node.name not in RELAID | {"slice"}:
         return None
       value = self.value(node.inputs[0])

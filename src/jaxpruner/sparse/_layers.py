@@ -145,7 +145,8 @@ def _whole(leaf: Leaf, clock: Clock) -> tuple[Any, list[LayerReport]]:
   """Time the formats of a weight that is used whole; return the fastest."""
   dense = np.asarray(leaf.value)
   kept = dense != 0 if leaf.mask is None else np.asarray(leaf.mask).astype(bool)
-  sparsity = 1 - float(kept.mean()) if kept.size else 0.0
+  # Zeros of a bias that was never trained are no sparsity.
+  sparsity = 1 - float(kept.mean()) if kept.size and kept.ndim > 1 else 0.0
   why = _unfit(dense, leaf.uses)
   if why is not None:
     return leaf.stays(why, sparsity)

@@ -242,7 +242,7 @@ def shrink(
   program = _program.trace(apply_fn, shapes, *example_inputs)
   variables = program.inputs[: len(values)]
   dims = Dims(program, len(values))
-  choice = _Choice(program, dims, dict(zip(variables, values, strict=True)))
+  choice = Choice(program, dims, dict(zip(variables, values, strict=True)))
   resized = _resize.Resized(program, dims, choice.keep, choice.baked)
 
   def take(index: int, array: np.ndarray) -> np.ndarray:
@@ -294,7 +294,7 @@ def _empty(array: np.ndarray) -> list[int]:
   ]
 
 
-class _Choice:
+class Choice:
   """Which indices of which dims stay, and what the constants become."""
 
   def __init__(
