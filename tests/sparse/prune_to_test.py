@@ -125,6 +125,34 @@ def test_a_recurrent_cell_loses_whole_units():
   assert kernel[0] == kernel[1] < 24
 
 
+class Skips(nn.Module):
+  """Dense connections: each layer sees all before it, of unequal width."""
+
+  @nn.compact
+  def __call__(self, x):
+    for width in (12, 20):
+      norm = nn.BatchNorm(use_running_average=True)
+      x = jnp.concatenate([x, nn.Conv(width, (3, 3))(nn.relu(norm(x)))], -1)
+    narrow, wide = jnp.split(x, [15], axis=-1)
+    return nn.Dense(4)(narrow.mean((1, 2))) + nn.Dense(4)(wide.mean((1, 2)))
+
+
+def test_parts_of_unequal_width_are_followed():
+  x = normal(1, 4, 4, 3)
+  weights = drawn(jax.eval_shape(Skips().init, jax.random.key(0), x))
+  weights["batch_stats"] = jax.tree.map(jnp.abs, weights["batch_stats"])
+  pruned = check(Skips().apply, weights, x, params=0.6)
+  sizes = {g.name: g.after for g in pruned.groups}
+  first, second = (sizes[f"params/Conv_{i}/kernel[3]"] for i in range(2))
+  small = pruned.small.params["params"]
+  assert small["BatchNorm_1"]["scale"].shape == (3 + first,)
+  assert small["Dense_1"]["kernel"].shape == (second, 4)
+  # Other batches, too.
+  y = pruned.small.fn(pruned.small.params, jnp.concatenate([x, x]))
+  want = Skips().apply(pruned.params, x)
+  np.testing.assert_allclose(y[1:], want, rtol=1e-4, atol=1e-5)
+
+
 def experts(p, x):
   h = x @ p["in"]
   gates = jax.nn.softmax(h @ p["router"])

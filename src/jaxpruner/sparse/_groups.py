@@ -17,7 +17,7 @@ import numpy as np
 from jaxpruner import program as _program
 from jaxpruner.program import Node, Program, Var
 from jaxpruner.program.primitives import PRODUCTS
-from jaxpruner.sparse._dims import Dim, Dims, is_depthwise, resolve
+from jaxpruner.sparse._dims import Dim, Dims, complete, is_depthwise, resolve
 from jaxpruner.sparse.shrinking import Choice
 
 
@@ -39,8 +39,12 @@ class Traced:
 
   def removable(self) -> list[Dim]:
     """Return the dims of which `shrink` can remove any indices."""
+    joined = {segment.whole for segment in self.dims.segments}
     owned = dict.fromkeys(
-      d for v in self.values for d in self.dims.flat(v) if not d.blocked
+      d
+      for v in self.values
+      for d in self.dims.flat(v)
+      if not d.blocked and d not in joined
     )
     wanted = {d: np.arange(d.size) < -(-d.size // 2) for d in owned}
     values = {
@@ -56,6 +60,7 @@ class Traced:
 
   def mask(self, var: Var, keep: Mapping[Dim, np.ndarray]) -> np.ndarray:
     """Return the mask of a parameter: 1 where all its indices are kept."""
+    keep = complete(self.dims.segments, dict(keep))
     flat = self.dims.flat(var)
     mask = np.ones([d.size for d in flat], np.uint8)
     for i, dim in enumerate(flat):
@@ -86,33 +91,51 @@ class Cost:
 
   Attributes:
     terms: for each term a factor, and dims whose sizes multiply it.
+    parts: the parts of joined dims.
   """
 
   terms: Sequence[tuple[float, Sequence[Dim]]]
+  parts: Mapping[Dim, Sequence[Dim]]
 
   def total(self, sizes: Mapping[Dim, int]) -> float:
     """Return the cost at these sizes; other dims are whole."""
-    return sum(_term(term, sizes) for term in self.terms)
+    return sum(self.term(term, sizes) for term in self.terms)
+
+  def term(self, term: Any, sizes: Mapping[Dim, int]) -> float:
+    factor, dims = term
+    return factor * math.prod(self._size(d, sizes) for d in dims)
+
+  def _size(self, dim: Dim, sizes: Mapping[Dim, int]) -> int:
+    if dim in self.parts and dim not in sizes:
+      return sum(self._size(part, sizes) for part in self.parts[dim])
+    return sizes.get(dim, dim.size)
+
+  def _within(self, dim: Dim) -> list[Dim]:
+    parts = self.parts.get(dim, ())
+    return [d for part in parts for d in self._within(part)] or [dim]
 
   def by_dim(self) -> dict[Dim, list[Any]]:
     """Return the terms that each dim is part of."""
     found: dict[Dim, list[Any]] = {}
     for term in self.terms:
-      for dim in dict.fromkeys(term[1]):
+      for dim in dict.fromkeys(d for t in term[1] for d in self._within(t)):
         found.setdefault(dim, []).append(term)
     return found
 
 
-def _term(term: Any, sizes: Mapping[Dim, int]) -> float:
-  factor, dims = term
-  return factor * math.prod(sizes.get(d, d.size) for d in dims)
+def _parts(dims: Dims) -> dict[Dim, list[Dim]]:
+  found: dict[Dim, list[Dim]] = {}
+  for whole, start, part in dims.segments:
+    if start == sum(d.size for d in found.get(whole, ())):  # its first join
+      found.setdefault(whole, []).append(part)
+  return found
 
 
 def size_cost(traced: Traced, per_weight: Callable[[Any], float]) -> Cost:
   """Return the cost of storing the parameters."""
   return Cost([
     (per_weight(v.dtype), traced.dims.flat(v)) for v in traced.values
-  ])  # fmt: skip
+  ], _parts(traced.dims))  # fmt: skip
 
 
 def flops_cost(traced: Traced) -> Cost:
@@ -121,7 +144,7 @@ def flops_cost(traced: Traced) -> Cost:
     _flops(traced.dims, node)
     for node in traced.program.nodes
     if node.name in PRODUCTS
-  ])  # fmt: skip
+  ], _parts(traced.dims))  # fmt: skip
 
 
 def _flops(dims: Dims, node: Node) -> tuple[float, list[Dim]]:
@@ -191,12 +214,13 @@ def _greedy(
     dim = dims[i]
     if sizes[dim] <= floor[dim] or dim not in terms:
       continue
-    before = sum(_term(t, sizes) for t in terms[dim])
-    smaller = {**_only(sizes, terms[dim]), dim: sizes[dim] - 1}
-    saved = before - sum(_term(t, smaller) for t in terms[dim])
+    before = sum(cost.term(t, sizes) for t in terms[dim])
+    sizes[dim] -= 1
+    saved = before - sum(cost.term(t, sizes) for t in terms[dim])
     if now - saved >= goal - slack:
       now -= saved
-      sizes[dim] -= 1
+    else:
+      sizes[dim] += 1
   return sizes
 
 
@@ -219,15 +243,12 @@ def _nearby(
   return best
 
 
-def _only(sizes: Mapping[Dim, int], terms: Sequence[Any]) -> dict[Dim, int]:
-  return {d: sizes[d] for _, dims in terms for d in dims if d in sizes}
-
-
 def weight_scores(
   traced: Traced, dims: Sequence[Dim], arrays: Mapping[Var, np.ndarray]
 ) -> dict[Dim, np.ndarray]:
   """Add up an array per parameter over the slices of each group."""
-  totals = {d: np.zeros(d.size) for d in dims}
+  every = [*dims, *(s.whole for s in traced.dims.segments)]
+  totals = {d: np.zeros(d.size) for d in every}
   for var, array in arrays.items():
     flat = traced.dims.flat(var)
     if len(flat) < 2:
@@ -237,7 +258,17 @@ def weight_scores(
       if dim in totals:
         others = tuple(j for j in range(len(flat)) if j != i)
         totals[dim] += units.sum(others)
-  return totals
+  return _to_parts(traced, totals, dims)
+
+
+def _to_parts(
+  traced: Traced, totals: dict[Dim, np.ndarray], dims: Sequence[Dim]
+) -> dict[Dim, np.ndarray]:
+  """Add the scores of joined dims to those of their parts."""
+  for whole, start, part in reversed(traced.dims.segments):
+    if part in totals:
+      totals[part] = totals[part] + totals[whole][start : start + part.size]
+  return {d: totals[d] for d in dims}
 
 
 def relative(scores: Mapping[Dim, np.ndarray]) -> dict[Dim, np.ndarray]:
@@ -256,6 +287,7 @@ def activation_scores(
   For each sum over a dim, |x| |w| of each index, with norms over everything
   else.
   """
+  chosen, dims = dims, [*dims, *{s.whole: 0 for s in traced.dims.segments}]
   wanted = set(dims)
   sums: dict[Node, list[Any]] = {}
   for total in traced.dims.sums:
@@ -281,7 +313,8 @@ def activation_scores(
     return found
 
   found = run([*traced.values.values(), *inputs])
-  return {d: np.asarray(found[i], np.float64) for i, d in enumerate(dims)}
+  totals = {d: np.asarray(found[i], np.float64) for i, d in enumerate(dims)}
+  return _to_parts(traced, totals, chosen)
 
 
 def _norms(dims: Dims, var: Var, value: Any, dim: Dim) -> jax.Array:
