@@ -38,6 +38,8 @@ FORMATS = {
   "nm": {"n": 4, "m": 4},
   "block": {"block_shape": (4, 8)},
   "compact": {},
+  "diagonals": {},
+  "strided_nm": {"n": 2, "m": 2, "stride": 2},
   "panel": {},
 }
 

@@ -4,7 +4,7 @@ Names are imported on first use: `import jaxpruner` stays light, and a missing
 extra (numba) matters only to the names that need it.
 """
 
-from jaxpruner import _on_use
+from jaxpruner._tools import on_use
 
 # name -> the module below jaxpruner.sparse that defines it
 _MODULES = {
@@ -13,6 +13,7 @@ _MODULES = {
   "Block": "format_block",
   "Checkpoint": "checkpoints",
   "Compact": "format_compact",
+  "Diagonals": "format_diagonals",
   "FileFormatError": "files",
   "Group": "budgets",
   "Kept": "formats",
@@ -28,6 +29,7 @@ _MODULES = {
   "Sizes": "interchange",
   "SparseMatrix": "formats",
   "SparseTensor": "formats",
+  "StridedNM": "format_strided_nm",
   "accelerate": "acceleration",
   "bytes_report": "interchange",
   "conv_contract": "ops",
@@ -54,7 +56,7 @@ _MODULES = {
 }
 
 __all__ = sorted(_MODULES)  # pyright: ignore[reportUnsupportedDunderAll]
-__getattr__ = _on_use.names_of(__name__, _MODULES)
+__getattr__ = on_use.names_of(__name__, _MODULES)
 
 
 def __dir__() -> list[str]:

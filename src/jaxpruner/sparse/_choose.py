@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpruner import _atomic, _fingerprint
+from jaxpruner._tools import atomic, fingerprint
 from jaxpruner.sparse import formats
 from jaxpruner.sparse._parts import Stacked
 
@@ -180,7 +180,7 @@ def _machine() -> tuple[str, ...]:
   if info.exists():
     lines = info.read_text().splitlines()
     cpu = next((l for l in lines if l.startswith("model name")), cpu)
-  versions = _fingerprint.versions("jax", "jaxpruner", "numba")
+  versions = fingerprint.versions("jax", "jaxpruner", "numba")
   return cpu, str(os.cpu_count()), repr(versions), jax.default_backend()
 
 
@@ -214,7 +214,7 @@ class Timings:
       return
     with contextlib.suppress(OSError):
       self.path.parent.mkdir(parents=True, exist_ok=True)
-      _atomic.write_bytes(self.path, json.dumps(self.table).encode())
+      atomic.write_bytes(self.path, json.dumps(self.table).encode())
 
 
 def _are_times(value: Any) -> bool:
