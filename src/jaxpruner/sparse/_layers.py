@@ -69,6 +69,8 @@ def replace(leaf: Leaf, clock: Clock) -> tuple[Any, list[LayerReport]]:
     return leaf.stays("not used by the function")
   if not jax.numpy.issubdtype(value.dtype, jax.numpy.floating):
     return leaf.stays("not a floating array")
+  if value.ndim < 2:
+    return leaf.stays("a vector: nothing to gain")
   if all(use.piece is None for use in leaf.uses):
     return _whole(leaf, clock)
   pieces = _pieces(leaf)
@@ -145,8 +147,7 @@ def _whole(leaf: Leaf, clock: Clock) -> tuple[Any, list[LayerReport]]:
   """Time the formats of a weight that is used whole; return the fastest."""
   dense = np.asarray(leaf.value)
   kept = dense != 0 if leaf.mask is None else np.asarray(leaf.mask).astype(bool)
-  # Zeros of a bias that was never trained are no sparsity.
-  sparsity = 1 - float(kept.mean()) if kept.size and kept.ndim > 1 else 0.0
+  sparsity = 1 - float(kept.mean()) if kept.size else 0.0
   why = _unfit(dense, leaf.uses)
   if why is not None:
     return leaf.stays(why, sparsity)
