@@ -19,7 +19,7 @@ from jaxpruner.post_training import (
   pruning,
 )
 from jaxpruner.post_training.models import (
-  decoder,
+  decoder_config,
   hub,
   hub_tokenizer,
   resnet50,
@@ -77,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   )
   parser.add_argument(
     "--layout",
-    choices=("packed", "dense"),
+    choices=("packed", "dense", "int8"),
     help="of a new folder; by default that of the old one",
   )
 
@@ -89,7 +89,7 @@ def _load(args: argparse.Namespace) -> models.Model:
   if os.path.exists(args.out):
     raise ValueError(f"--out {args.out} exists; name a new folder")
   found = models.load_folder(args.model)
-  if not isinstance(found.config, decoder.Decoder):
+  if not isinstance(found.config, decoder_config.Decoder):
     raise ValueError(
       f"--model {args.model}: {found.config.kind} is no decoder; load it with "
       "post_training.models.load_folder, and prune it with post_training.prune"

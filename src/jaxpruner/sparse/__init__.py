@@ -14,6 +14,7 @@ _MODULES = {
   "Checkpoint": "checkpoints",
   "Compact": "format_compact",
   "FileFormatError": "files",
+  "Int8": "format_int8",
   "Kept": "formats",
   "LayerReport": "acceleration",
   "LoadedModel": "artifacts",

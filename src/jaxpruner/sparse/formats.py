@@ -374,6 +374,7 @@ FORMATS: _registry.Registry[type[SparseMatrix]] = _registry.Registry(
     "nm": "jaxpruner.sparse.format_nm:NM",
     "sell": "jaxpruner.sparse.format_sell:Sell",
     "bitmask": "jaxpruner.sparse.format_bitmask:Bitmask",
+    "int8": "jaxpruner.sparse.format_int8:Int8",
   },
 )
 

@@ -2,6 +2,8 @@
 
 reconstruction   prune block by block, and train each on its dense output
 distillation     train on the dense model's predictions, masks fixed
+experts          remove whole experts of a mixture
+depth            drop whole layers
 """
 
 from jaxpruner import _on_use
@@ -9,7 +11,9 @@ from jaxpruner import _on_use
 # name -> the module below jaxpruner.post_training.contrib that defines it
 _MODULES = {
   "distill": "distillation",
+  "drop_blocks": "depth",
   "prune_blocks": "reconstruction",
+  "prune_experts": "experts",
 }
 
 __all__ = sorted(_MODULES)  # pyright: ignore[reportUnsupportedDunderAll]
