@@ -189,6 +189,7 @@ def variants(args) -> dict[str, Any]:
   for sparsity in args.sparsities:
     cut = pruned(weights, sparsity)
     add(f"{sparsity:.0%}, float32", cut, accelerate=True)
+    add(f"{sparsity:.0%}, bfloat16 values", cut, values="bfloat16")
     add(f"{sparsity:.0%}, int8", cut, values="int8")
   return made
 

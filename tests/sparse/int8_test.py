@@ -1,4 +1,4 @@
-"""Int8 weights: the codes, the product, the file and the text they write."""
+"""Weights below 32 bits: codes, products, files and the text they write."""
 
 import hub_models
 import jax
@@ -60,6 +60,47 @@ def test_product_is_that_of_the_decoded(batch):
       size = np.abs(x).astype(np.float64) @ np.abs(matrix.todense()) + 1e-30
       error = np.abs(jax.jit(lambda x, w: x @ w)(x, matrix) - expected) / size
       assert error.max() < 1e-6
+
+
+@pytest.mark.parametrize("batch", [1, 3, 5])
+def test_bfloat16_values_expand_in_registers(batch):
+  for shape in SHAPES:
+    dense, kept = drawn(1, shape, 0.4)
+    dense = dense.astype(jnp.bfloat16)
+    matrix = sparse.Bitmask.fromdense(dense, kept)
+    assert matrix.values.dtype == jnp.bfloat16
+    x = np.random.default_rng(2).normal(size=(batch, shape[0])).astype("f4")
+    wide = np.where(kept, dense, 0).astype(np.float64)
+    size = np.abs(x) @ np.abs(wide) + 1e-30
+    error = np.abs(jax.jit(lambda x, w: x @ w)(x, matrix) - x @ wide) / size
+    assert error.max() < 1e-6
+
+
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
+@pytest.mark.parametrize("shape", [(4, 16), (64, 32), (72, 1104)])
+def test_two_of_four_are_picked_by_their_bits(shape, dtype):
+  dense, _ = drawn(1, shape, 0.4)
+  order = np.argsort(np.abs(dense).reshape(-1, 4, shape[1]), axis=1)
+  kept = (np.argsort(order, axis=1) >= 2).reshape(shape)
+  dense = dense.astype(dtype)
+  matrix = sparse.NM.fromdense(dense, kept)
+  assert sparse.NM.fits(sparse.Kept(kept, 1)) == {"n": 2, "m": 4}
+  wide = np.where(kept, dense, 0).astype(np.float64)
+  for batch in (1, 3):
+    x = np.random.default_rng(2).normal(size=(batch, shape[0])).astype("f4")
+    size = np.abs(x) @ np.abs(wide) + 1e-30
+    error = np.abs(jax.jit(lambda x, w: x @ w)(x, matrix) - x @ wide) / size
+    assert error.max() < 1e-6
+
+
+def test_only_two_of_four_in_whole_vectors_are_candidates():
+  fits = lambda mask, batch=1: sparse.NM.fits(sparse.Kept(mask, batch))
+  mask = np.tile(np.array([1, 1, 0, 0], bool)[:, None], (2, 16))
+  assert fits(mask) == {"n": 2, "m": 4}
+  assert fits(mask, 64) is None
+  assert fits(mask[:6]) is None and fits(mask[:, :8]) is None
+  mask[2, 3] = True
+  assert fits(mask) is None
 
 
 def test_gradient_passes_through_the_activations():
@@ -129,15 +170,19 @@ def test_int8_folder_writes_the_text_of_its_decoded_weights(tmp_path):
   pruned = ["prune", folder, "--sparsity", "0.5", "--layout", "int8", "-o"]
   assert cli.main([str(a) for a in [*pruned, small]]) == 0
   model = models.load_folder(small)
-  found = generation.rounded(model)
+  found = generation.rounded(model, "int8")
   packed = [k for k, v in found.items() if isinstance(v, sparse.SparseTensor)]
   assert packed
   for name in packed:  # the groups of file and kernel are the same
     np.testing.assert_array_equal(found[name].todense(), model.params[name])
   texts = [
     [t.id for t in post_training.Writer(model, 16, **options).write([1, 5], 5)]
-    for options in ({}, {"values": "int8"})
+    for options in ({}, {"values": "int8"}, {"values": "bfloat16"})
   ]
   assert texts[0] == texts[1]
-  with pytest.raises(ValueError, match="values='int8' must be None or"):
+  exact = {k: v.astype(jnp.bfloat16) for k, v in model.params.items()}
+  exact = {k: v.astype(jnp.float32) for k, v in exact.items()}
+  same = post_training.Writer(model._replace(params=exact), 16)
+  assert texts[2] == [t.id for t in same.write([1, 5], 5)]
+  with pytest.raises(ValueError, match="values='int8' must be None"):
     post_training.Writer(model, 16, values="int8", accelerate=True)

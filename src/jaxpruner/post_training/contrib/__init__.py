@@ -1,6 +1,8 @@
 """Recent methods after training, kept apart so that the core stays small.
 
 reconstruction   prune block by block, and train each on its dense output
+dsnot            exchange weights of a mask by the mean output
+alpha            levels by the tails of spectra
 distillation     train on the dense model's predictions, masks fixed
 experts          remove whole experts of a mixture
 depth            drop whole layers
