@@ -20,7 +20,14 @@ import optax
 import page
 
 import jaxpruner
-from jaxpruner.compare import cell_run, files, terminal, training
+from jaxpruner.compare import (
+  cell_run,
+  files,
+  networks,
+  outcomes,
+  terminal,
+  training,
+)
 from jaxpruner.compare.cells import Cell
 from jaxpruner.compare.settings import ComparisonSettings
 
@@ -53,9 +60,9 @@ def bare_program(task, updater):
 def measure(name: str, algorithm: str, seeds: int, repeats: int) -> dict:
   settings = ComparisonSettings(task=name, seeds=seeds)
   cell = Cell(algorithm, 0.9)
-  task = cell_run.cell_task(cell, settings)
-  data = cell_run.load_data(name, "")
-  config = cell_run.updater_config(task, cell)
+  task = networks.cell_task(cell, settings)
+  data = networks.load_data(name, "")
+  config = networks.updater_config(task, cell)
   updater = jaxpruner.create_updater_from_config(config)
   keys = jax.vmap(jax.random.key)(jnp.arange(seeds))
   built, bare = training.build(task, updater, data), bare_program(task, updater)
@@ -77,7 +84,7 @@ def measure(name: str, algorithm: str, seeds: int, repeats: int) -> dict:
         carry, losses, taken = built.train(
           carry, keys, data, first, length, length
         )
-        chunk = cell_run.chunk_of(
+        chunk = outcomes.chunk_of(
           cell, task.steps, first, length, losses, taken
         )
         files.append_line(path, chunk.to_json())

@@ -11,7 +11,15 @@ import numpy as np
 import pytest
 
 from jaxpruner import sparsity_distributions
-from jaxpruner.compare import cell_run, cells, executors, files, settings
+from jaxpruner.compare import (
+  cells,
+  executors,
+  files,
+  groups,
+  networks,
+  plan,
+  settings,
+)
 from jaxpruner.compare.cells import Cell
 from jaxpruner.compare.records import Failure
 
@@ -119,10 +127,10 @@ def test_dense_rows_come_first_and_before_during_and_after_share_a_table():
   picked = helpers.settings(
     algorithms=("magnitude", "after:wanda"), sparsity=(0.5,)
   )
-  wanted = cells.cells_of(picked)
+  wanted = plan.cells_of(picked)
   first, after = executors.in_order(wanted)
   assert cells.DENSE in first and [c.id for c in after] == ["after%3Awanda@0.5"]
-  assert cells.group("after:wanda").order > cells.group("rigl").order
+  assert groups.group("after:wanda").order > groups.group("rigl").order
 
 
 @pytest.mark.parametrize(
@@ -137,17 +145,17 @@ def test_a_wrong_row_is_named(change, reason):
   with pytest.raises(ValueError, match=reason):
     picked = helpers.settings(**change)
     settings.check_names(picked)
-    cells.plan(picked)
+    plan.plan(picked)
 
 
 def test_owl_and_lamp_need_a_trained_network():
   picked = helpers.settings(
     algorithms=("rigl", "after:wanda"), distribution=("erk", "owl")
   )
-  plan = cells.plan(picked)
-  found = [c.id for c in plan.cells if c.distribution == "owl"]
+  made = plan.plan(picked)
+  found = [c.id for c in made.cells if c.distribution == "owl"]
   assert found == ["after%3Awanda@0.8+distribution=owl"]
-  assert plan.notes == [
+  assert made.notes == [
     "No row for rigl with owl: owl reads a trained network; use it with "
     "after:wanda and the like"
   ]
@@ -156,8 +164,8 @@ def test_owl_and_lamp_need_a_trained_network():
 def test_calibration_uses_the_first_training_batches():
   from jaxpruner.compare import after_run
 
-  task = cell_run.cell_task(cells.DENSE, chosen())
-  data = cell_run.load_data("digits", "", helpers.TINY)
+  task = networks.cell_task(cells.DENSE, chosen())
+  data = networks.load_data("digits", "", helpers.TINY)
   found = after_run.calibration_inputs(task, data, 1, 3)
   key, _ = jax.random.split(jax.random.fold_in(jax.random.key(1), 2))
   for step, inputs in enumerate(found):

@@ -12,10 +12,12 @@ import pytest
 import jaxpruner
 from jaxpruner.compare import (
   cell_run,
-  cells,
   command,
   exports,
+  groups,
+  networks,
   page,
+  plan,
   spelling,
   structure,
   table,
@@ -34,7 +36,7 @@ def chosen(*words):
 
 
 def ids(*words):
-  return [cell.id for cell in cells.cells_of(chosen(*words))]
+  return [cell.id for cell in plan.cells_of(chosen(*words))]
 
 
 def test_types_and_distributions_make_every_combination_that_can_be():
@@ -64,7 +66,7 @@ def test_types_and_distributions_make_every_combination_that_can_be():
 
 def test_a_combination_that_cannot_be_is_said():
   settings = chosen("--type=unstructured,8x8", "--algorithms=global_magnitude")
-  (note,) = cells.plan(settings).notes
+  (note,) = plan.plan(settings).notes
   assert note.startswith("No row for global_magnitude with 8x8: ")
   assert "compares single weights" in note
 
@@ -78,14 +80,14 @@ def test_options_of_the_task_are_axes_with_baselines_of_their_own():
   assert found[0] == "dense+optimizer=adam,width=8"
   assert "small_dense@0.8+optimizer=sgd,width=16" in found
   settings = chosen("--set=width=8,16", "--optimizer=adam,sgd")
-  task = cell_run.cell_task(
+  task = networks.cell_task(
     Cell("set", 0.8, options="optimizer=sgd,width=16"), settings
   )
   assert task.width == 16
   params = {"w": jnp.ones((2, 2))}
   kinds = {
     name: jax.tree.structure(
-      cells.base_task(settings, f"optimizer={name},width=8")
+      plan.base_task(settings, f"optimizer={name},width=8")
       .optimizer()
       .init(params)
     )
@@ -102,7 +104,7 @@ def test_ids_are_unique_exact_and_file_names():
     "--algorithms=rigl,rigl{drop_fraction=0.1},rigl{drop_fraction=0.10001}",
     "--sparsity=0.8,0.80000001",
   )
-  found = cells.cells_of(settings)
+  found = plan.cells_of(settings)
   assert len({cell.id for cell in found}) == len(found) == 2 + 2 * 2 * 25
   assert all("/" not in cell.id and ":" not in cell.id for cell in found)
   assert max(len(cell.id) for cell in found) < 200
@@ -142,10 +144,10 @@ def test_options_of_an_algorithm_reach_its_updater():
   task = tasks.make_task("digits", helpers.TINY)
   text = spelling.canonical("magnitude{schedule=one_shot, update_start_step=6}")
   assert text == "magnitude{schedule=one_shot,update_start_step=6}"
-  config = cell_run.updater_config(task, Cell(text, 0.8))
+  config = networks.updater_config(task, Cell(text, 0.8))
   made = jaxpruner.create_updater_from_config(config)
   assert type(made.scheduler).__name__ == "OneShotSchedule"
-  assert cells.group(text) == cells.group("magnitude")
+  assert groups.group(text) == groups.group("magnitude")
 
 
 def test_a_leaf_that_a_structure_does_not_fit_stays_dense():
@@ -191,8 +193,8 @@ def test_a_structured_row_says_what_stayed_dense_and_counts_it():
 def axes_folder(path, *words):
   """Write a run folder of all cells, with records made by hand."""
   settings = chosen(*words)
-  task = cells.base_task(settings)
-  listed = [cells.listed(cell, task) for cell in cells.cells_of(settings)]
+  task = plan.base_task(settings)
+  listed = [groups.listed(cell, task) for cell in plan.cells_of(settings)]
   info = RunInfo(
     settings=settings.to_json(),
     versions={"jax": "1"},
@@ -256,10 +258,10 @@ def test_a_row_more_leaves_the_other_programs_as_they_are():
   def program(*words):
     settings = chosen("--sparsity=0.5", "--seeds=1", *_tiny(), *words)
     cell = Cell("magnitude", 0.5)
-    assert cell in cells.cells_of(settings)
-    task = cell_run.cell_task(cell, settings)
-    return cell_run.updater_config(
-      task, cell, cell_run.dense_leaves(task, cell, [], settings)
+    assert cell in plan.cells_of(settings)
+    task = networks.cell_task(cell, settings)
+    return networks.updater_config(
+      task, cell, networks.dense_leaves(task, cell, [], settings)
     )
 
   alone = program("--algorithms=magnitude")

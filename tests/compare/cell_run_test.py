@@ -10,18 +10,26 @@ import numpy as np
 import pytest
 
 import jaxpruner
-from jaxpruner.compare import cell_run, tasks, training
-from jaxpruner.compare.cells import Cell, costs_of
+from jaxpruner.compare import (
+  cell_run,
+  networks,
+  outcomes,
+  stored_carry,
+  tasks,
+  training,
+)
+from jaxpruner.compare.cells import Cell
+from jaxpruner.compare.groups import costs_of
 
 
 @functools.cache  # compiling costs far more than running
 def parts(algorithm, seeds=2):
   settings = helpers.settings(seeds=seeds)
   chosen = Cell(algorithm, 0.8)
-  task = cell_run.cell_task(chosen, settings)
-  config = cell_run.updater_config(task, chosen)
+  task = networks.cell_task(chosen, settings)
+  config = networks.updater_config(task, chosen)
   updater = jaxpruner.create_updater_from_config(config)
-  data = cell_run.load_data("digits", "")
+  data = networks.load_data("digits", "")
   built = training.build(
     task, updater, data, temperature=costs_of(chosen).temperature
   )
@@ -49,7 +57,7 @@ def test_all_algorithms_start_from_the_same_weights():
 
 def test_batches_depend_on_seed_and_step_only():
   task = tasks.make_task("digits", helpers.TINY)
-  data = cell_run.load_data("digits", "")
+  data = networks.load_data("digits", "")
   key = jax.random.key(3)
   one = task.batches(data, key, 5)
   jax.tree.map(np.testing.assert_array_equal, one, task.batches(data, key, 5))
@@ -146,7 +154,7 @@ def test_the_small_dense_network_has_as_many_weights_as_the_sparse_one():
     weights = 64 * 256 + 256 * 256 + 256 * 10
     biases = 256 + 256 + 10
     sparse = weights - round(sparsity * weights) + biases
-    task = cell_run.with_width_for(tasks.make_task("digits"), sparsity)
+    task = networks.with_width_for(tasks.make_task("digits"), sparsity)
     shapes = jax.eval_shape(task.init, jax.random.key(0))
     small = sum(x.size for x in jax.tree.leaves(shapes))
     assert abs(small - sparse) / sparse < 0.03
@@ -178,7 +186,7 @@ def test_training_flops_are_those_of_every_single_step(name):
   settings = helpers.settings()
   found = cell_run.run_cell(Cell(name, 0.8), settings).record
   task, built, keys, data = parts(name)
-  config = cell_run.updater_config(task, Cell(name, 0.8))
+  config = networks.updater_config(task, Cell(name, 0.8))
   schedule = jaxpruner.create_updater_from_config(config).scheduler
   flops = jaxpruner.report.count_flops(
     task.apply,
@@ -208,9 +216,9 @@ def test_a_cell_that_breaks_its_promise_fails(change, reason):
   task = tasks.make_task("digits", helpers.TINY)
   good = helpers.record("magnitude@0.8", [1.0, 1.0], leaves=3)
   chosen = Cell("magnitude", 0.8)
-  assert cell_run.problem_of(good, task, chosen) == ""
+  assert outcomes.problem_of(good, task, chosen) == ""
   bad = dataclasses.replace(good, **change)
-  assert reason in cell_run.problem_of(bad, task, chosen)
+  assert reason in outcomes.problem_of(bad, task, chosen)
 
 
 def test_a_pruner_that_misses_its_target_fails_the_cell(monkeypatch):
@@ -252,7 +260,7 @@ def test_a_restored_training_ends_in_the_same_bits():
   for chunk in chunks[:5]:
     carry, *_ = built.train(carry, keys, data, chunk.start, chunk.count, length)
   first = chunks[5].start
-  saved = training.arrays_of(carry, [first, 1.0, cost, 0])
+  saved = stored_carry.arrays_of(carry, [first, 1.0, cost, 0])
   later = []
   kept = Kept(saved)
   resumed = cell_run.run_cell(chosen, settings, later.append, kept)
@@ -298,7 +306,7 @@ def test_devices_share_a_batch_and_agree_with_one():
 )
 def test_a_readable_but_wrong_checkpoint_is_set_aside(change, reason):
   _, built, keys, data = parts("magnitude")
-  saved = training.arrays_of(built.start(keys, data), [2, 1.0, 1.0, 0])
+  saved = stored_carry.arrays_of(built.start(keys, data), [2, 1.0, 1.0, 0])
   kept = Kept(saved | change)
   chosen, later = Cell("magnitude", 0.8), []
   found = cell_run.run_cell(chosen, helpers.settings(), later.append, kept)

@@ -10,10 +10,10 @@ import compare_helpers as helpers
 import numpy as np
 import pytest
 
-from jaxpruner.compare import cells, executors, files, workers
-from jaxpruner.compare.cell_run import Outcome
+from jaxpruner.compare import executors, files, plan, workers
 from jaxpruner.compare.cells import Cell
 from jaxpruner.compare.files import RunFolderError, read_lines
+from jaxpruner.compare.outcomes import Outcome
 from jaxpruner.compare.records import Failure, event_to_json
 
 
@@ -21,20 +21,37 @@ def finished(path) -> int:
   return len(read_lines(path / "results.jsonl"))
 
 
+AXES = (
+  "--task=mine:my_task",
+  "--algorithms=magnitude,rigl{drop_fraction=0.1}",
+  "--type=unstructured,2:4",
+  "--sparsity=0.5",
+)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("kills, jobs", [(50, 1), (6, 2)])
-def test_a_run_killed_at_random_gives_the_same_table(tmp_path, kills, jobs):
+@pytest.mark.parametrize(
+  "words, kills, jobs",
+  [((), 50, 1), ((), 6, 2), (AXES, 20, 1), (AXES, 6, 2)],
+  ids=["plain", "plain-2", "own-task-and-axes", "own-task-and-axes-2"],
+)
+def test_a_run_killed_at_random_gives_the_same_table(
+  tmp_path, words, kills, jobs
+):
+  (tmp_path / "mine.py").write_text(helpers.OWN_TASK)
+  here = {"folder": tmp_path}
   began = time.perf_counter()
-  result = helpers.run(tmp_path / "whole", "--jobs=1")
+  result = helpers.run(tmp_path / "whole", "--jobs=1", *words, **here)
   duration = time.perf_counter() - began
   assert result.returncode == 0, result.stderr
   expected = helpers.untimed(tmp_path / "whole")
   rng = random.Random(0)
   for i in range(kills):
     path = tmp_path / f"killed-{i}"
-    helpers.kill_at(path, rng.uniform(0, duration), f"--jobs={jobs}")
+    when = rng.uniform(0, duration)
+    helpers.kill_at(path, when, f"--jobs={jobs}", *words, **here)
     before = finished(path)
-    result = helpers.run(path, f"--jobs={jobs}")
+    result = helpers.run(path, f"--jobs={jobs}", *words, **here)
     assert result.returncode == 0, result.stderr
     assert helpers.untimed(path) == expected
     # What was finished before the kill was not computed again.
@@ -98,8 +115,8 @@ class Cheap:
   def __init__(self, fail=()):
     self.fail, self.calls = set(fail), []
 
-  def __call__(self, cell, settings, emit, checkpoint):
-    del settings, checkpoint
+  def __call__(self, cell, settings, emit, checkpoint, trained):
+    del settings, checkpoint, trained
     self.calls.append(cell.id)
     emit(helpers.chunk(cell.id))
     if cell.id in self.fail:
@@ -114,9 +131,9 @@ def test_a_cell_that_raises_is_recorded_and_the_others_run(
   monkeypatch.setattr(executors.cell_run, "run_cell", cheap)
   settings = helpers.settings()
   events = []
-  executors.serial(cells.cells_of(settings), settings, tmp_path, events.append)
+  executors.serial(plan.cells_of(settings), settings, tmp_path, events.append)
   done = {e.cell: e for e in events if e.event == "done"}
-  assert set(done) == {cell.id for cell in cells.cells_of(settings)}
+  assert set(done) == {cell.id for cell in plan.cells_of(settings)}
   assert done["magnitude@0.8"].problem == "MemoryError: too big"
   assert isinstance(done["magnitude@0.8"], Failure)
   assert json.dumps([event_to_json(event) for event in events])
@@ -142,8 +159,8 @@ def test_a_checkpoint_of_no_use_is_tried_once(
 ):
   """Unreadable, or readable and the cell raises: renamed, not retried."""
 
-  def run_cell(cell, settings, emit, checkpoint):
-    del settings, emit
+  def run_cell(cell, settings, emit, checkpoint, trained):
+    del settings, emit, trained
     if checkpoint.load() is not None:
       raise ValueError("wrong checkpoint")
     return Outcome(helpers.record(cell.id, [1.0, 1.0]), {})

@@ -3,10 +3,10 @@
 import matplotlib.pyplot as plt
 import pytest
 
-from jaxpruner.compare import cells, metric_picture, statistics, table
+from jaxpruner.compare import groups, metric_picture, statistics, table
 
 FEW = ("magnitude", "random", "set")
-MANY = tuple(cells.fitting_algorithms())
+MANY = tuple(groups.fitting_algorithms())
 
 
 def _rows(names, levels=(0.8,)):
@@ -14,7 +14,7 @@ def _rows(names, levels=(0.8,)):
     return table.TableRow(
       task="digits",
       sparsity=level,
-      group=cells.group(name).title,
+      group=groups.group(name).title,
       algorithm=name,
       metric_name="accuracy",
       metric=statistics.estimate(values),

@@ -4,22 +4,22 @@ import compare_helpers as helpers
 import pytest
 
 import jaxpruner
-from jaxpruner.compare import cells, command, tasks
+from jaxpruner.compare import cells, command, groups, plan, tasks
 from jaxpruner.compare import settings as settings_lib
 from jaxpruner.compare.settings import ComparisonSettings
 
 
 @pytest.mark.quick
 def test_the_default_cells_are_the_papers_algorithms():
-  found = {cell.algorithm for cell in cells.cells_of(ComparisonSettings())}
-  assert found == {*cells.BASELINES, *cells.DEFAULT}
+  found = {cell.algorithm for cell in plan.cells_of(ComparisonSettings())}
+  assert found == {*cells.BASELINES, *groups.DEFAULT}
 
 
 @pytest.mark.quick
 def test_all_names_every_registered_algorithm_that_fits():
   settings = ComparisonSettings(algorithms=("all",))
-  found = {cell.algorithm for cell in cells.cells_of(settings)}
-  assert found == {*cells.BASELINES, *cells.fitting_algorithms()}
+  found = {cell.algorithm for cell in plan.cells_of(settings)}
+  assert found == {*cells.BASELINES, *groups.fitting_algorithms()}
   assert "no_prune" not in found
 
 
@@ -30,7 +30,7 @@ def test_a_newly_registered_algorithm_is_enrolled(monkeypatch):
   from jaxpruner import api
 
   monkeypatch.setitem(api._REGISTRY, "mine", Mine)
-  assert cells.Cell("mine", 0.8) in cells.cells_of(ComparisonSettings())
+  assert cells.Cell("mine", 0.8) in plan.cells_of(ComparisonSettings())
 
 
 @pytest.mark.parametrize(
@@ -100,14 +100,14 @@ def test_the_list_names_every_task_and_algorithm(capsys):
   text = capsys.readouterr().out
   for name in tasks.TASKS:
     assert name in text
-  for name in cells.fitting_algorithms():
+  for name in groups.fitting_algorithms():
     assert name in text
 
 
 def test_groups_never_mix_budgets():
-  assert cells.group("magnitude") != cells.group("rigl")
-  assert cells.group("static_sparse") != cells.group("rigl")
-  assert cells.group("dense") == cells.group("small_dense")
+  assert groups.group("magnitude") != groups.group("rigl")
+  assert groups.group("static_sparse") != groups.group("rigl")
+  assert groups.group("dense") == groups.group("small_dense")
 
 
 @pytest.mark.parametrize(
@@ -182,6 +182,6 @@ def test_a_config_file_imports_nothing_by_itself(tmp_path, monkeypatch):
 
 def test_cells_never_share_a_name():
   close = ComparisonSettings(sparsity=(0.999999, 0.9999991, 0.8, 0.8))
-  found = cells.cells_of(close)
+  found = plan.cells_of(close)
   assert len({cell.id for cell in found}) == len(found)
   assert cells.Cell("rigl", 0.8).id == "rigl@0.8"

@@ -16,6 +16,9 @@ FORMATS = {
   "nm": {"n": 2, "m": 4},
   "block": {"block_shape": (4, 8)},
   "compact": {},
+  "diagonals": {},
+  "strided_nm": {"n": 1, "m": 2, "stride": 2},
+  "panel": {},
 }
 # Below, at and above a tile (256), a panel (64), a block; odd ends.
 SHAPES = [(8, 6), (264, 70), (4, 257)]
@@ -26,6 +29,9 @@ def structured(format, mask):
   if format == "nm":
     groups = mask.reshape(-1, 4, mask.shape[1])
     return (groups & (np.cumsum(groups, axis=1) <= 2)).reshape(mask.shape)
+  if format == "strided_nm":
+    groups = mask.reshape(-1, 2, 2, mask.shape[1])
+    return (groups & (np.cumsum(groups, axis=1) <= 1)).reshape(mask.shape)
   return mask
 
 

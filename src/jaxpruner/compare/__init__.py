@@ -2,22 +2,29 @@
 
 settings      the settings of a comparison, checked before anything starts
 modules       import what the user typed, never what a file names
-cells         settings -> cells (an algorithm at a sparsity), and their groups
+cells         a cell: an algorithm at a point of all axes, and its source
+groups, plan  categories and costs; settings -> cells
 tasks/        data, network, loss and metric, one file each; layers: networks
 streams       batches drawn on the host during training, and their checks
-training      the training of one cell, all seeds in one compiled program
-cell_run      train and evaluate one cell, count its cost, check its result
+training, over_seeds   the training of one seed; all seeds in one program
+distillation, given, pretrained   teachers, masks of other rows, checkpoints
+networks      the network of a cell: task, width, data, updater
+cell_run      train one cell, chunk by chunk; stored_carry: its checkpoints
+outcomes      metrics, sizes and costs of a cell, and its record's checks
 after_run     prune the dense row's trained weights: rows "after training"
 spelling      texts of the command line; structure: leaves that stay dense
-records       the stored results of a cell: Chunk, Record, Failure
+records       the stored results of a cell: Chunk, Record, Failure, Measures
 executors     compute cells in this process or on a Ray cluster
 workers       compute cells in several processes: both ends of the protocol
 files         read and write files of a run folder safely
 run_folder    the results on disk; a run can be killed at any time
+record_files  a finished run as one small file, to publish and restore
 fingerprint   everything that determines a run's numbers
 statistics, table, columns, exports   from records to numbers, rows and text
 metric_picture, pictures, page, terminal, latency   pictures, report, times
-command, report_command   the two subcommands
+questions/    questions with their axes, measurements, pictures and verdict
+command, report_command, fit_command, records_command, reproduce_command   the
+              subcommands
 from_python   `jaxpruner.compare.run`
 """
 
@@ -34,4 +41,8 @@ def __getattr__(name: str) -> Any:
     from jaxpruner.compare import from_python
 
     return getattr(from_python, name)
+  if name in ("Question", "register_question"):
+    from jaxpruner.compare import questions
+
+    return getattr(questions, name)
   raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -11,9 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpruner import post_training, sparsity_distributions
-from jaxpruner.compare import cell_run, spelling, streams
-from jaxpruner.compare.cell_run import Outcome
-from jaxpruner.compare.cells import AFTER, Cell, distribution_of
+from jaxpruner.compare import networks, outcomes, spelling, streams
+from jaxpruner.compare.cells import AFTER, Cell
+from jaxpruner.compare.given import trained_state
+from jaxpruner.compare.groups import distribution_of
+from jaxpruner.compare.outcomes import Outcome
+from jaxpruner.compare.plan import keeps_all
 from jaxpruner.compare.records import Record
 from jaxpruner.compare.settings import ComparisonSettings
 from jaxpruner.compare.tasks.base import Task
@@ -38,22 +41,14 @@ def run_after(
     The record, and the first seed's parameters and masks.
   """
   began = time.perf_counter()
-  task = cell_run.cell_task(cell, settings)
-  options = cell_run.task_options(settings, cell.options)
-  data = cell_run.load_data(settings.task, settings.data, options)
-  params = filled(
-    jax.eval_shape(task.init, jax.random.key(0)), trained, "param"
-  )
-  state = ()
-  if task.has_state:
-    initial = jax.jit(task.init_state)(jax.random.key(0))
-    state = filled(initial, trained, "state")
-  flops = cost.count_flops(
-    cell_run.forward_fn(task),
-    jax.eval_shape(task.init, jax.random.key(0)),
-    task.example(data),
-  )
-  dense = cell_run.dense_leaves(task, cell, list(flops.leaves), settings)
+  task = networks.cell_task(cell, settings)
+  options = networks.task_options(settings, cell.options)
+  data = networks.load_data(settings.task, settings.data, options)
+  shapes = jax.eval_shape(task.init, jax.random.key(0))
+  params = outcomes.filled(shapes, trained, "param")
+  state = trained_state(task, trained)
+  flops = networks.forward_flops(task, data)
+  dense = networks.dense_leaves(task, cell, list(flops.leaves), settings)
   name, chosen = spelling.algorithm_of(cell.algorithm)
   count = chosen.pop("calibration", CALIBRATION)
   pruned, masks = [], []
@@ -61,7 +56,7 @@ def run_after(
     one = jax.tree.map(lambda x, seed=seed: x[seed], (params, state))
     inputs = calibration_inputs(task, data, seed, count)
     found = post_training.prune(
-      cell_run.forward_fn(task, one[1]),
+      networks.forward_fn(task, one[1]),
       one[0],
       inputs,
       method=name.removeprefix(AFTER),
@@ -73,9 +68,9 @@ def run_after(
     masks.append(found[1])
   stack = lambda *leaves: jnp.stack(leaves)
   pruned, masks = jax.tree.map(stack, *pruned), jax.tree.map(stack, *masks)
-  metrics = cell_run.evaluate(task, pruned, state, data)
+  metrics = outcomes.evaluate(task, pruned, state, data)
   pruned, masks = jax.device_get((pruned, masks))
-  spent = 3 * flops.total() * task.steps
+  spent = float(trained["flops"])
   spent += calibration_flops(flops, params, name.removeprefix(AFTER), count)
   record = Record(
     cell=cell.id,
@@ -83,15 +78,19 @@ def run_after(
     sparsity=cell.sparsity,
     width=task.width,
     metrics=metrics,
-    **cell_run.sizes_of(pruned, masks),
-    **cell_run.costs_of_masks(flops, spent, task, masks),
+    **outcomes.sizes_of(pruned, masks),
+    **outcomes.costs_of_masks(flops, spent, task, masks),
     notes=[f"{path} stays dense: {why}" for path, why in dense.items()],
     seconds=time.perf_counter() - began,
   )
-  problem = cell_run.problem_of(record, task, cell)
+  problem = outcomes.problem_of(record, task, cell)
+  state, every = jax.device_get(state), None
+  if keeps_all(cell, settings):
+    every = outcomes.every_seed(pruned, masks, state, None, spent)
   return Outcome(
     dataclasses.replace(record, problem=problem),
-    cell_run.first_seed(pruned, masks, jax.device_get(state)),
+    outcomes.first_seed(pruned, masks, state),
+    every,
   )
 
 
@@ -184,32 +183,3 @@ def calibration_flops(
     rows = count * products / (2 * inputs * outputs)
     total += 2 * rows * inputs**2 + inputs**3 + 2 * inputs**2 * outputs
   return total
-
-
-def filled(
-  shapes: PyTree, arrays: Mapping[str, np.ndarray], prefix: str
-) -> PyTree:
-  """Return a tree of all seeds from stored arrays.
-
-  Args:
-    shapes: the tree of one seed.
-    arrays: `prefix:path` -> array; seeds are the leading axis.
-    prefix: "param" or "state".
-
-  Returns:
-    The tree.
-
-  Raises:
-    ValueError: an array is missing.
-  """
-
-  def leaf(path, like):
-    name = f"{prefix}:{cost.path_name(path)}"
-    if name not in arrays:
-      raise ValueError(f"{name} is missing among the dense row's weights")
-    stored = jnp.asarray(arrays[name])
-    if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
-      return jax.random.wrap_key_data(stored, impl=jax.random.key_impl(like))
-    return stored
-
-  return jax.tree_util.tree_map_with_path(leaf, shapes)

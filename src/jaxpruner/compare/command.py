@@ -66,6 +66,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     help="import a module that registers your algorithms or tasks",
   )
   add("--config", help="TOML file with the same settings; options win")
+  add(
+    "--init",
+    dest="checkpoint",
+    metavar="CHECKPOINT",
+    help="start every row from these weights: safetensors, Orbax, npz, ...",
+  )
+  add(
+    "--question",
+    metavar="NAME",
+    help="answer a question: its axes, measurements, pictures and verdict "
+    "(--list shows all)",
+  )
   add("--list", action="store_true", help="list tasks and algorithms")
   add("--quiet", action="store_true", help="no progress bar")
 
@@ -109,6 +121,18 @@ def run(args: argparse.Namespace) -> int:
     return 130
 
 
+# Options with one value, which are settings of the same name.
+_SINGLE = (
+  "task",
+  "seeds",
+  "devices",
+  "data",
+  "all_layers",
+  "checkpoint",
+  "question",
+)
+
+
 def settings_from(args: argparse.Namespace) -> "ComparisonSettings":
   """Return the settings: defaults, then the file, then the options.
 
@@ -121,8 +145,9 @@ def settings_from(args: argparse.Namespace) -> "ComparisonSettings":
   Raises:
     ValueError: an option, or a value in the file, is invalid.
   """
-  from jaxpruner.compare import cells, spelling
+  from jaxpruner.compare import plan, spelling
   from jaxpruner.compare import settings as settings_lib
+  from jaxpruner.compare.questions import asking
 
   values = settings_lib.read_config(args.config) if args.config else {}
   named = values.get("task", "")
@@ -138,7 +163,7 @@ def settings_from(args: argparse.Namespace) -> "ComparisonSettings":
       f"--config {args.config}: names modules to import; a file imports "
       f"nothing by itself: if you trust them, type {named}"
     )
-  for name in ("task", "seeds", "devices", "data", "all_layers"):
+  for name in _SINGLE:
     if getattr(args, name) is not None:
       values[name] = getattr(args, name)
   for name in ("algorithms", "distribution", "optimizer"):
@@ -153,11 +178,12 @@ def settings_from(args: argparse.Namespace) -> "ComparisonSettings":
   if args.sparsity is not None:
     values["sparsity"] = _fractions(args.sparsity)
   values["options"] = _options(args, values.get("options", {}))
+  values = asking.with_axes(values)
   if "sparsity" not in values:
     values["sparsity"] = _default_sparsity(values.get("type", ()))
   settings = settings_lib.ComparisonSettings(**values)
   settings_lib.check_names(settings)
-  cells.plan(settings)  # refuses options that an algorithm does not know
+  plan.plan(settings)  # refuses options that an algorithm does not know
   _check_running(args)
   return settings
 
@@ -249,18 +275,19 @@ def compare(settings: "ComparisonSettings", out: str, running: Running) -> int:
     0, or 1 if a cell failed.
   """
   from jaxpruner.compare import (
-    cells,
     executors,
     fingerprint,
     latency,
     page,
+    plan,
     records,
     run_folder,
     terminal,
   )
+  from jaxpruner.compare.questions import measuring
 
-  wanted = cells.cells_of(settings)
-  task = cells.base_task(settings)
+  wanted = plan.cells_of(settings)
+  task = plan.base_task(settings)
   # Raise for missing data now, not in every cell.
   data = task.load(settings.data or None)
   with run_folder.RunFolder(out) as run:
@@ -286,9 +313,11 @@ def compare(settings: "ComparisonSettings", out: str, running: Running) -> int:
     measured = run_folder.read_latency(out)
     missing = [cell for cell in wanted if cell.id not in measured]
     latency.measure_all(run.path, settings, missing, run.append)
+    measuring.measure_all(run.path, settings, run.append)
     rows = page.write_report([out], out)
   if running.table:
     terminal.print_table(rows)
+    terminal.print_answer(out)
     print(f"report: {pathlib.Path(out) / 'report.html'}")
   return int(any(row.problem for row in rows))
 
@@ -340,7 +369,7 @@ def _default_jobs() -> int:
 def print_list() -> None:
   """Print the tasks and the algorithms with their categories."""
   import jaxpruner
-  from jaxpruner.compare import cells, tasks
+  from jaxpruner.compare import cells, groups, questions, tasks
   from jaxpruner.post_training.solvers.table import SOLVERS
 
   print("tasks")
@@ -350,15 +379,18 @@ def print_list() -> None:
     lines = (tasks.task_class(name).__doc__ or "").strip().splitlines()
     summary = lines[0] if lines else ""
     print(f"  {name:14} {summary}\n{'':17}{options}")
+  print("\nquestions")
+  for name in questions.QUESTIONS:
+    print(f"  {name:14} {questions.QUESTIONS.find(name).asks}")
   print("\nalgorithms")
-  fitting, default = cells.fitting_algorithms(), cells.default_algorithms()
+  fitting, default = groups.fitting_algorithms(), groups.default_algorithms()
   for name in jaxpruner.all_algorithm_names():
     if name == "no_prune":
       continue
     note = "" if name in default else " (with --algorithms)"
     if name not in fitting:
       note = " (needs more than a training loop)"
-    print(f"  {name:18} {cells.group(name).title}{note}")
+    print(f"  {name:18} {groups.group(name).title}{note}")
   for name in SOLVERS:
     name = f"{cells.AFTER}{name}"
-    print(f"  {name:18} {cells.group(name).title} (with --algorithms)")
+    print(f"  {name:18} {groups.group(name).title} (with --algorithms)")

@@ -16,6 +16,7 @@ import numpy as np
 from jaxpruner.compare import after_run, cell_run, files, modules, settings
 from jaxpruner.compare.cells import AFTER, Cell
 from jaxpruner.compare.files import RunFolderError
+from jaxpruner.compare.outcomes import Outcome
 from jaxpruner.compare.records import (
   Event,
   Failure,
@@ -107,13 +108,7 @@ def compute(
   """
   checkpoint = CheckpointFile(path, cell)
   try:
-    if cell.name.startswith(AFTER):
-      if not every_file(path, cell.dense).exists():
-        raise ValueError("the dense row has no trained weights: it failed")
-      trained = files.unpack_arrays(every_file(path, cell.dense))
-      outcome = after_run.run_after(cell, settings, trained)
-    else:
-      outcome = cell_run.run_cell(cell, settings, emit, checkpoint)
+    outcome = _computed(cell, settings, emit, _trained(cell, path), checkpoint)
   except (RunFolderError, KeyboardInterrupt):
     raise
   except Exception as error:
@@ -130,8 +125,16 @@ def compute(
   checkpoint.delete()
 
 
+def _trained(cell: Cell, path: pathlib.Path) -> dict[str, np.ndarray] | None:
+  """Return the networks that a cell starts or learns from."""
+  source = cell.source
+  if source is None or not every_file(path, source).exists():
+    return None
+  return files.unpack_arrays(every_file(path, source))
+
+
 def every_file(path: pathlib.Path, cell: Cell) -> pathlib.Path:
-  """Return the file with the weights of all seeds of a dense cell."""
+  """Return the file with the weights of all seeds of a cell."""
   return path / "weights" / f"{cell.id}.all.npz"
 
 
@@ -142,15 +145,19 @@ def in_order(pending: Sequence[Cell]) -> list[list[Cell]]:
     pending: the cells to compute.
 
   Returns:
-    The cells that train, then those that prune trained networks.
+    Cells that need no other, then those that need only these, and so on.
 
   Example:
     >>> in_order([Cell("after:wanda", 0.5), Cell("dense", 0.0)])[0][0].id
     'dense'
   """
-  after = [cell for cell in pending if cell.name.startswith(AFTER)]
-  first = [cell for cell in pending if cell not in after]
-  return [group for group in (first, after) if group]
+  groups: dict[int, list[Cell]] = {}
+  for cell in pending:
+    depth, source = 0, cell.source
+    while source is not None:
+      depth, source = depth + 1, source.source
+    groups.setdefault(depth, []).append(cell)
+  return [groups[depth] for depth in sorted(groups)]
 
 
 def failure(cell: Cell, error: Exception) -> Failure:
@@ -232,8 +239,8 @@ def ray_cluster(
     while waiting and len(running) < limit:
       cell = waiting.pop()
       trained = None
-      if cell.name.startswith(AFTER) and every_file(path, cell.dense).exists():
-        trained = every_file(path, cell.dense).read_bytes()
+      if cell.source and every_file(path, cell.source).exists():
+        trained = every_file(path, cell.source).read_bytes()
       running[task.remote(tuple(cell), payload, trained)] = cell
     ready, _ = ray.wait(list(running), num_returns=1)
     store_remote(running.pop(ready[0]), ray.get(ready[0]), path, emit)
@@ -277,7 +284,7 @@ def _remote(
   events: list[dict] = []
   emit = lambda event: events.append(event_to_json(event))
   try:
-    outcome = _computed(Cell(*cell), chosen, emit, trained)
+    outcome = _computed(Cell(*cell), chosen, emit, _unpacked(trained))
   except Exception as error:
     emit(failure(Cell(*cell), error))
     return events, None, None
@@ -287,12 +294,25 @@ def _remote(
   return events, files.pack_arrays(outcome.arrays), packed
 
 
-def _computed(cell: Cell, chosen: ComparisonSettings, emit, trained):
-  if not cell.name.startswith(AFTER):
-    return cell_run.run_cell(cell, chosen, emit)
-  if trained is None:
-    raise ValueError("the dense row has no trained weights")
+def _computed(
+  cell: Cell,
+  chosen: ComparisonSettings,
+  emit: Emit,
+  trained: dict[str, np.ndarray] | None,
+  checkpoint: CheckpointFile | None = None,
+) -> Outcome:
+  if cell.source is not None and trained is None:
+    called = "the dense row" if cell.source == cell.dense else cell.source.id
+    raise ValueError(f"{called} has no trained weights: it failed")
+  if cell.name.startswith(AFTER) and trained is not None:
+    return after_run.run_after(cell, chosen, trained)
+  return cell_run.run_cell(cell, chosen, emit, checkpoint, trained)
+
+
+def _unpacked(packed: bytes | None) -> dict[str, np.ndarray] | None:
+  if packed is None:
+    return None
   with tempfile.TemporaryDirectory() as folder:
-    file = pathlib.Path(folder) / "dense.npz"
-    file.write_bytes(trained)
-    return after_run.run_after(cell, chosen, files.unpack_arrays(file))
+    file = pathlib.Path(folder) / "trained.npz"
+    file.write_bytes(packed)
+    return files.unpack_arrays(file)

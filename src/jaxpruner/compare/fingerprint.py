@@ -22,8 +22,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxpruner import _fingerprint
-from jaxpruner.compare import cells, streams, tasks
+from jaxpruner._tools import fingerprint
+from jaxpruner.compare import groups, plan, pretrained, streams, tasks
 from jaxpruner.compare.run_folder import FORMAT, RunInfo
 from jaxpruner.compare.settings import ComparisonSettings
 
@@ -45,20 +45,22 @@ def run_info(
     The fingerprint and further information.
   """
   device = jax.devices()[0].device_kind
-  task = cells.base_task(settings)
+  task = plan.base_task(settings)
   now = datetime.datetime.now(datetime.UTC)
-  found = _fingerprint.versions(*PACKAGES)
+  found = fingerprint.versions(*PACKAGES)
   versions = {name: str(version) for name, version in found.items()}
   if in_process:
     versions["cores"] = str(os.cpu_count())
-  plan = cells.plan(settings)
-  entries = [cells.listed(cell, task) for cell in plan.cells]
-  hashes = {"sha256": _fingerprint.arrays(data)}
+  planned = plan.plan(settings)
+  entries = [groups.listed(cell, task) for cell in planned.cells]
+  hashes = {"sha256": fingerprint.arrays(data)}
+  if settings.checkpoint:
+    hashes["init"] = pretrained.digest(settings.checkpoint)
   batch = None
   if task.streamed:
     first = streams.check(task)
     batch = first[0]
-    hashes["first batches"] = _fingerprint.arrays(first)
+    hashes["first batches"] = fingerprint.arrays(first)
   imports = {name: hash_module(name) for name in settings.imports}
   if not _is_ours(task):
     imports |= _own_task(settings.task, task, data, batch)
@@ -68,7 +70,7 @@ def run_info(
     task=fields_of(task),
     data=hashes,
     imports=imports,
-    jax={name: str(x) for name, x in _fingerprint.settings().items()},
+    jax={name: str(x) for name, x in fingerprint.settings().items()},
     cells=[
       [
         *entry.cell._replace(sparsity=float(entry.cell.sparsity)),
@@ -94,7 +96,7 @@ def fields_of(task: tasks.Task) -> dict[str, Any]:
   plain = (int, float, str, bool, type(None))
   found = {f.name: getattr(task, f.name) for f in dataclasses.fields(task)}
   return {
-    name: value if isinstance(value, plain) else _fingerprint.describe(value)
+    name: value if isinstance(value, plain) else fingerprint.describe(value)
     for name, value in found.items()
     if name != "functions"
   }
@@ -113,8 +115,14 @@ def notes_of(settings: ComparisonSettings) -> list[str]:
     >>> notes_of(ComparisonSettings())
     []
   """
-  found = list(cells.plan(settings).notes)
-  if not cells.has_small_dense(settings):
+  found = list(plan.plan(settings).notes)
+  if settings.checkpoint:
+    found.append(
+      f"Every row starts from --init {settings.checkpoint} and trains for the "
+      "same number of steps, the dense one too. The small dense baseline is "
+      "left out: a checkpoint has one width."
+    )
+  elif not plan.has_small_dense(settings):
     found.append(
       "The small dense baseline is left out: the task has no rule for a "
       "narrower network (`narrower`, or an `init` that uses `width`)."
@@ -136,8 +144,8 @@ def _own_task(
   hashes = {name: hash_module(module)} if colon else {}
   if functions := getattr(task, "functions", None):
     parts = (functions.batches, functions.evaluate, functions.test)
-    hashes["functions"] = _fingerprint.text(
-      " ".join(_fingerprint.source(part) for part in parts if part is not None)
+    hashes["functions"] = fingerprint.text(
+      " ".join(fingerprint.source(part) for part in parts if part is not None)
     )
   elif not colon:
     hashes[name] = hash_module(type(task).__module__)
@@ -184,7 +192,7 @@ def _program(task: tasks.Task, data: Any, batch: Any) -> str:
     lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), data
   )
   key = jax.eval_shape(lambda: jax.random.key(0))
-  return _fingerprint.function(step, key, shapes, batch)
+  return fingerprint.function(step, key, shapes, batch)
 
 
 def hash_module(name: str) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 from jaxpruner.compare import modules, settings, tasks
 from jaxpruner.compare.command import Running, compare
 from jaxpruner.compare.files import RunFolderError
+from jaxpruner.compare.questions import asking
 from jaxpruner.compare.table import TableRow, rows
 
 # The arguments that `compare.task` takes, besides its functions.
@@ -35,7 +36,7 @@ def run(
   task: str | tasks.Task | None = None,
   *,
   algorithms: str | Sequence[str] = (),
-  sparsity: float | Sequence[float] = (0.8, 0.95),
+  sparsity: float | Sequence[float] = (),
   seeds: int = 3,
   out: str | None = None,
   jobs: int | None = None,
@@ -53,14 +54,15 @@ def run(
     task: the name of a task, `module:NAME`, or a task (see `compare.task`).
       Without it, pass the functions that `compare.task` takes.
     algorithms: registered names; by default the paper's.
-    sparsity: fractions of weights removed.
+    sparsity: fractions of weights removed; 0.8 and 0.95 by default.
     seeds: the number of seeds.
     out: the run folder; `runs/TASK-HASH` by default.
     jobs: the number of worker processes, for a task given by name.
     quiet: whether to print nothing.
     **rest: `type`, `distribution`, `devices`, `data`, `options` (of a task
-      given by name); and, without a task, the arguments of `compare.task`:
-      `init`, `apply`, `loss`, `batches`, `evaluate`, `steps`, ...
+      given by name), `checkpoint` (as --init), `question`; and, without a
+      task, the arguments of `compare.task`: `init`, `apply`, `loss`, `batches`,
+      `evaluate`, `steps`, ...
 
   Returns:
     The run folder and the rows of the table, also for cells that failed.
@@ -126,7 +128,10 @@ _FUNCTIONS = ("init", "apply", "loss", "batches", "evaluate")
 def _run(
   name: str, values: dict[str, Any], out: str | None, running: Running
 ) -> Comparison:
-  chosen = settings.ComparisonSettings(**{**values, "task": name})
+  asked = asking.with_axes({**values, "task": name})
+  if not asked["sparsity"]:
+    del asked["sparsity"]
+  chosen = settings.ComparisonSettings(**asked)
   settings.check_names(chosen)
   folder = out or settings.default_folder(chosen)
   compare(chosen, folder, running)

@@ -11,14 +11,13 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
 import jaxpruner
-from jaxpruner.compare import cell_run, files, tasks, training
+from jaxpruner.compare import files, networks, outcomes
 from jaxpruner.compare.cells import Cell
+from jaxpruner.compare.given import trained_state
 from jaxpruner.compare.records import Latency
 from jaxpruner.compare.settings import ComparisonSettings
-from jaxpruner.inspect import cost
 
 
 def measure_all(
@@ -57,37 +56,20 @@ class _Runner(NamedTuple):
 
 
 def _runner(cell, settings, file) -> _Runner:
-  task = cell_run.cell_task(cell, settings)
-  options = cell_run.task_options(settings, cell.options)
-  data = cell_run.load_data(settings.task, settings.data, options)
+  task = networks.cell_task(cell, settings)
+  options = networks.task_options(settings, cell.options)
+  data = networks.load_data(settings.task, settings.data, options)
   inputs = task.example(data)
   arrays = files.unpack_arrays(file)
   shapes = jax.eval_shape(task.init, jax.random.key(0))
-  params = _fill(shapes, arrays, "param")
-  masks = _fill(shapes, arrays, "mask")
-  apply = cell_run.forward_fn(task, _state(task, arrays))
+  params = outcomes.filled(shapes, arrays, "param")
+  masks = outcomes.filled(shapes, arrays, "mask", optional=True)
+  apply = networks.forward_fn(task, trained_state(task, arrays) or None)
   fast = _accelerated(apply, params, masks, inputs)
   if fast is not None:
     return _Runner(lambda: fast(inputs), "accelerate")
   compiled = jax.jit(apply)
   return _Runner(lambda: compiled(params, inputs), "masked dense")
-
-
-def _state(task: tasks.Task, arrays: dict[str, np.ndarray]) -> Any:
-  """Return the trained state of the network, such as batch statistics."""
-  if not task.has_state:
-    return None
-  initial = jax.jit(task.init_state)(jax.random.key(0))
-  stored = _fill(initial, arrays, "state")
-  return jax.tree.map(training.restored_leaf, initial, stored)
-
-
-def _fill(shapes: Any, arrays: dict[str, np.ndarray], prefix: str) -> Any:
-  def leaf(path, _):
-    found = arrays.get(f"{prefix}:{cost.path_name(path)}")
-    return None if found is None else jax.numpy.asarray(found)
-
-  return jax.tree_util.tree_map_with_path(leaf, shapes)
 
 
 def _accelerated(apply, params, masks, inputs) -> Callable | None:

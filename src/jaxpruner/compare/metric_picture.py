@@ -7,10 +7,11 @@ from typing import Any, NamedTuple
 
 import matplotlib.pyplot as plt
 
-from jaxpruner import plot
 from jaxpruner.compare import cells
+from jaxpruner.compare import groups as groups_lib
 from jaxpruner.compare.columns import percent
 from jaxpruner.compare.table import TableRow
+from jaxpruner.inspect import plot
 
 CROWD = 8  # curves in one panel that can still be told apart
 
@@ -36,7 +37,7 @@ def draw_metric(table: Sequence[TableRow]) -> Any:
   """
   table = [row for row in table if row.metric is not None]
   groups = [g for g in dict.fromkeys(r.group for r in table)]
-  groups = [g for g in groups if g != cells.group("dense").title]
+  groups = [g for g in groups if g != groups_lib.group("dense").title]
   if not groups:
     return None
   members = {g: algorithms([r for r in table if r.group == g]) for g in groups}

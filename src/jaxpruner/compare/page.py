@@ -6,10 +6,11 @@ import pathlib
 import re
 from collections.abc import Sequence
 
-from jaxpruner import plot
 from jaxpruner.compare import columns, files, pictures, run_folder, table
+from jaxpruner.compare.questions import asking
 from jaxpruner.compare.run_folder import RunInfo
 from jaxpruner.compare.table import TableRow
+from jaxpruner.inspect import plot
 
 _CSS = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #1b1b1b; margin: 2rem auto;
@@ -31,6 +32,7 @@ figure svg { max-width: 100%; height: auto; }
 pre { background: #f5f5f5; padding: .8rem; overflow-x: auto;
   font-size: 12.5px; }
 .scroll { overflow-x: auto; }
+.verdict { max-width: 80ch; } .verdict li { margin: .4rem 0; }
 """
 
 _CAPTIONS = {
@@ -79,6 +81,9 @@ def write_report(paths: Sequence[str], out: str) -> list[TableRow]:
     safe = re.sub(r"[^\w.-]", ".", rows[0].task)
     prefix = "" if len(paths) == 1 else f"{i + 1}-{safe}-"
     figures = pictures.draw_all(rows, run_folder.read_steps(path))
+    answer = asking.answer_of(path)
+    own = answer.figures() if answer else {}
+    figures |= own
     inline = {}
     for name, figure in figures.items():
       salt = f"{path}/{name}"
@@ -87,7 +92,12 @@ def write_report(paths: Sequence[str], out: str) -> list[TableRow]:
         files.write_atomic(target / f"{prefix}{name}.{kind}", content)
         inline[name] = content.decode() if kind == "svg" else ""
       pictures.plt.close(figure)
-    sections.append(_section(info, rows, inline))
+    shown = ""
+    if answer is not None:
+      captions = answer.question.captions
+      drawn = {k: _figure(captions.get(k, ""), inline.pop(k)) for k in own}
+      shown = asking.as_html(answer, drawn)
+    sections.append(_section(info, rows, inline, shown))
   page = (
     "<!doctype html><html lang='en'><head><meta charset='utf-8'>"
     "<meta name='viewport' content='width=device-width'>"
@@ -101,7 +111,10 @@ def write_report(paths: Sequence[str], out: str) -> list[TableRow]:
 
 
 def _section(
-  info: RunInfo, rows: Sequence[TableRow], inline: dict[str, str]
+  info: RunInfo,
+  rows: Sequence[TableRow],
+  inline: dict[str, str],
+  answer: str,
 ) -> str:
   escape = lambda value: html.escape(str(value))
   versions = info.versions
@@ -114,9 +127,12 @@ def _section(
     f"<code>{escape(info.command)}</code></p>",
   ]
   parts += [f"<p class='meta'>{escape(note)}</p>" for note in info.notes]
+  parts.append(answer)
   order = ("metric", "layers", "masks", "loss")
   figures = {
-    name: _figure(name, inline[name]) for name in order if name in inline
+    name: _figure(_CAPTIONS[name], inline[name])
+    for name in order
+    if name in inline
   }
   parts.append(figures.pop("metric", ""))
   shown = columns.used(rows)
@@ -142,11 +158,11 @@ def _notes(rows: Sequence[TableRow]) -> str:
   )
 
 
-def _figure(name: str, svg: str) -> str:
+def _figure(caption: str, svg: str) -> str:
   # An inlined drawing must not bring its XML prologue along.
   body = svg[svg.index("<svg") :]
-  caption = html.escape(_CAPTIONS[name])
-  return f"<figure>{body}<figcaption>{caption}</figcaption></figure>"
+  text = html.escape(caption)
+  return f"<figure>{body}<figcaption>{text}</figcaption></figure>"
 
 
 def _html_table(block: columns.Block, shown: Sequence[columns.Column]) -> str:

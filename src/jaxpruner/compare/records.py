@@ -214,6 +214,19 @@ class Latency(Stored):
   seconds: float = 0.0
 
 
+@dataclasses.dataclass(frozen=True)
+class Measures(Stored):
+  """What a question measured on the trained networks of a cell.
+
+  Attributes:
+    cell: the cell's id.
+    values: measurement -> a number for each seed.
+  """
+
+  cell: str
+  values: dict[str, Numbers]
+
+
 Event = Chunk | Record | Failure
 
 

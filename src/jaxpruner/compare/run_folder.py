@@ -4,6 +4,7 @@
     results.jsonl   one line per finished cell: a Record or a Failure
     steps.jsonl     losses, densities and churn, a line per Chunk of steps
     latency.jsonl   measured inference times
+    measures.jsonl  what a question measured on the trained networks
     weights/        the trained parameters and masks of the first seed
     checkpoints/    unfinished cells, so that long cells can resume
     worker-N.log    the output of a worker process
@@ -23,12 +24,15 @@ import socket
 from typing import Any
 
 from jaxpruner.compare import files, settings
-from jaxpruner.compare.cells import Cell, Group, Listed, cells_of, group
+from jaxpruner.compare.cells import Cell
 from jaxpruner.compare.files import RunFolderError
+from jaxpruner.compare.groups import Group, Listed, group
+from jaxpruner.compare.plan import cells_of
 from jaxpruner.compare.records import (
   Chunk,
   Failure,
   Latency,
+  Measures,
   Record,
   SchemaError,
   Stored,
@@ -42,6 +46,8 @@ except ImportError:  # Windows has no flock: a second process is not refused.
 
 # Of run.json: 1 had no fingerprint and no list of cells, 2 had no axes.
 FORMAT = 3
+# The files that are only appended to.
+JOURNALS = ("results.jsonl", "steps.jsonl", "latency.jsonl", "measures.jsonl")
 # The parts of run.json that determine the numbers: its fingerprint.
 FINGERPRINT = ("settings", "task", "data", "imports", "versions", "jax")
 
@@ -129,7 +135,7 @@ class RunFolder:
       self._lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
       self._lock.flush()
     self._sweep()
-    for name in ("results.jsonl", "steps.jsonl", "latency.jsonl"):
+    for name in JOURNALS:
       files.cut_torn_line(self.path / name)
     return self
 
@@ -173,9 +179,15 @@ class RunFolder:
         + ". Choose another --out, or delete that folder"
       )
 
-  def append(self, event: Chunk | Record | Failure | Latency) -> None:
+  def append(
+    self, event: Chunk | Record | Failure | Latency | Measures
+  ) -> None:
     """Append an event to its file."""
-    names = {Chunk: "steps.jsonl", Latency: "latency.jsonl"}
+    names = {
+      Chunk: "steps.jsonl",
+      Latency: "latency.jsonl",
+      Measures: "measures.jsonl",
+    }
     name = names.get(type(event), "results.jsonl")
     files.append_line(self.path / name, event.to_json())
 
@@ -225,8 +237,8 @@ def read_run(path: str | os.PathLike) -> RunInfo:
     raise RunFolderError(f"{path}: no run.json, so not a run folder")
   try:
     with files.open_own(file, "rb") as opened:
-      info = RunInfo.from_json(json.loads(opened.read()), str(file))
-  except (OSError, ValueError, RecursionError) as error:
+      info = RunInfo.from_json(files.parse(opened.read()), str(file))
+  except (OSError, ValueError) as error:
     raise RunFolderError(
       f"{file}: cannot be read ({error}); restore it, or start again with "
       "another --out"
@@ -315,6 +327,13 @@ def read_latency(path: str | os.PathLike) -> dict[str, Latency]:
   lines = files.read_lines(pathlib.Path(path) / "latency.jsonl")
   found = [_checked(Latency.from_json, line) for line in lines]
   return {latency.cell: latency for latency in found}
+
+
+def read_measures(path: str | os.PathLike) -> dict[str, Measures]:
+  """Return cell id -> what a question measured on its networks."""
+  lines = files.read_lines(pathlib.Path(path) / "measures.jsonl")
+  found = [_checked(Measures.from_json, line) for line in lines]
+  return {measures.cell: measures for measures in found}
 
 
 def _checked(read: Any, line: files.Line) -> Any:

@@ -4,7 +4,7 @@ import dataclasses
 import hashlib
 import inspect
 import json
-import math
+import sys
 import tomllib
 from collections.abc import Mapping
 from typing import Any
@@ -32,7 +32,7 @@ class ComparisonSettings:
 
   Attributes:
     task: a name in `tasks.TASKS`, or `module:NAME` of a task of the user's.
-    algorithms: registered names. Empty means `cells.DEFAULT` and those
+    algorithms: registered names. Empty means `groups.DEFAULT` and those
       registered outside the library; "all" means every algorithm that fits a
       training loop.
     sparsity: fractions of weights removed.
@@ -46,6 +46,8 @@ class ComparisonSettings:
     devices: the number of devices for one cell.
     data: a folder to read the task's data from.
     imports: modules named by --import, which register algorithms or tasks.
+    checkpoint: weights that every row starts from, instead of random weights.
+    question: the name of a question; its report follows the table.
 
   Example:
     >>> ComparisonSettings(seeds=0)
@@ -66,13 +68,15 @@ class ComparisonSettings:
   devices: int = 1
   data: str = ""
   imports: tuple[str, ...] = ()
+  checkpoint: str = ""
+  question: str = ""
 
   def __post_init__(self):
     for name in ("type", "distribution", "optimizer"):
       # A single text may stand for a list of one; older runs stored it so.
       if isinstance(value := getattr(self, name), str):
         object.__setattr__(self, name, (value,) if value else ())
-    for name in ("task", "data"):
+    for name in ("task", "data", "checkpoint", "question"):
       _check_text(f"--{name}", getattr(self, name))
     for name in ("seeds", "devices"):
       _check_count(f"--{name}", getattr(self, name))
@@ -94,12 +98,17 @@ class ComparisonSettings:
 
   def digest(self) -> str:
     """Return a short hash of these settings, the same in every process."""
-    text = json.dumps(dataclasses.asdict(self), sort_keys=True)
+    text = json.dumps(self.to_json(), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
   def to_json(self) -> dict[str, Any]:
     """Return the settings as JSON stores them: lists for tuples."""
-    return json.loads(json.dumps(dataclasses.asdict(self)))
+    values = dataclasses.asdict(self)
+    # Absent unless used: the folders of other comparisons stay valid.
+    for name in ("checkpoint", "question"):
+      if not values[name]:
+        del values[name]
+    return json.loads(json.dumps(values))
 
 
 def default_folder(settings: ComparisonSettings) -> str:
@@ -183,7 +192,7 @@ def read_config(path: str) -> dict[str, Any]:
   try:
     with open(path, "rb") as file:
       values = tomllib.load(file)
-  except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+  except (ValueError, RecursionError) as error:  # nested, huge or no TOML
     raise ValueError(f"--config {path}: not valid TOML ({error})") from error
   except OSError as error:
     raise ValueError(f"--config {path}: {error.strerror}") from error
@@ -215,6 +224,7 @@ def check_names(settings: ComparisonSettings) -> None:
   after = [f"after:{name}" for name in SOLVERS]
   for text in settings.algorithms:
     name, _ = spelling.algorithm_of(text)
+    name = name.removeprefix("retrain:")
     if name.startswith("after:") and name not in after:
       raise ValueError(
         f"--algorithms {name!r} is unknown; {_tools.nearest(name, after)}"
@@ -276,7 +286,8 @@ def _is_whole(value: Any) -> bool:
 
 def _is_number(value: Any) -> bool:
   real = isinstance(value, int | float) and not isinstance(value, bool)
-  return real and math.isfinite(value)
+  # By comparison: a whole number may be too large for math.isfinite.
+  return real and abs(value) <= sys.float_info.max
 
 
 def _check_count(option: str, value: Any) -> None:

@@ -16,6 +16,8 @@ TAKEN = {
   "sparsity_type": "--type",
   "total_steps": "--steps",
 }
+# Options in braces that are the comparison's own, for any row that trains.
+OURS = ("distill", "distill_temperature")
 
 
 def parsed(text: str) -> int | float | bool | str:

@@ -5,7 +5,8 @@ import math
 from typing import Any
 
 from jaxpruner.compare import run_folder, statistics
-from jaxpruner.compare.cells import BASELINES, Cell, Listed
+from jaxpruner.compare.cells import BASELINES, Cell
+from jaxpruner.compare.groups import Listed
 from jaxpruner.compare.records import Failure, Record
 from jaxpruner.compare.statistics import Estimate
 
@@ -103,12 +104,12 @@ def rows(path: str, times: bool = True) -> list[TableRow]:
 
 
 def _structure(cell: Cell) -> str:
-  return "" if cell.algorithm in BASELINES else cell.type or "unstructured"
+  return "" if cell.name in BASELINES else cell.type or "unstructured"
 
 
 def _labels(listed: list[Listed]) -> dict[Cell, str]:
   """Return names that tell the cells of one sparsity apart."""
-  pruned = [entry for entry in listed if entry.cell.algorithm not in BASELINES]
+  pruned = [entry for entry in listed if entry.cell.name not in BASELINES]
   several = lambda values: len(set(values)) > 1
   kinds = several(_structure(entry.cell) for entry in pruned)
   shares = several(
@@ -158,7 +159,7 @@ def _filled(
     return statistics.estimate(found) if found else None
 
   reference = record
-  if cell.algorithm == "small_dense" and isinstance(dense, Record):
+  if cell.name == "small_dense" and isinstance(dense, Record):
     reference = dense
   share = lambda part, whole: part / whole if whole else None
   realised = [value for value in record.realised if value is not None]

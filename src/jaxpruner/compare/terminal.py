@@ -1,11 +1,13 @@
 """Terminal output: a progress bar while running, then the table."""
 
+import textwrap
 from collections.abc import Sequence
 
 from rich import box, console, markup, progress
 from rich import table as rich_table
 
 from jaxpruner.compare import columns
+from jaxpruner.compare.questions import asking
 from jaxpruner.compare.records import Chunk, Failure, Record
 from jaxpruner.compare.table import TableRow
 
@@ -64,6 +66,22 @@ class Progress:
     text = "  ".join(part for part in (now, self._last) if part)
     self._bar.update(
       self._task, completed=done, description=markup.escape(text)
+    )
+
+
+def print_answer(path: str) -> None:
+  """Print the verdict of a run's question, if it has one."""
+  if (answer := asking.answer_of(path)) is None:
+    return
+  print(f"\n{answer.question.asks}")
+  for sentence in answer.words:
+    print(
+      textwrap.fill(
+        columns.printable(sentence),
+        79,
+        initial_indent="  ",
+        subsequent_indent="  ",
+      )
     )
 
 

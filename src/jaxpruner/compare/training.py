@@ -5,6 +5,7 @@ optimizer, learning rate and number of steps depend on the task and the seed
 only. The updater is the only difference between cells.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -14,6 +15,8 @@ import numpy as np
 
 import jaxpruner
 from jaxpruner import report
+from jaxpruner.compare.distillation import Distillation
+from jaxpruner.compare.over_seeds import Training, over_seeds
 from jaxpruner.compare.tasks.base import Task
 
 PyTree = Any
@@ -28,6 +31,16 @@ class Carry(NamedTuple):
   state: PyTree  # of the network, such as batch statistics
   masks: PyTree  # at the last snapshot
   seen: PyTree  # weights that were kept in at least one snapshot
+  teacher: PyTree = ()  # (params, state) of the network that it learns from
+
+
+class Given(NamedTuple):
+  """What a training starts from instead of the task's own weights."""
+
+  params: PyTree = None
+  state: PyTree = None
+  masks: PyTree = None  # held from start to end
+  teacher: PyTree = ()
 
 
 class Snapshot(NamedTuple):
@@ -41,15 +54,6 @@ class Snapshot(NamedTuple):
   explored: jax.Array  # fraction of weights that were kept so far
 
 
-class Training(NamedTuple):
-  """The compiled functions of a training; seeds are the leading axis."""
-
-  start: Callable[..., Carry]
-  train: Callable[..., tuple[Carry, jax.Array, Any]]
-  snapshot: Callable[[Carry], tuple[Carry, Snapshot]]
-  final: Callable[[Carry], PyTree]
-
-
 def build(
   task: Task,
   updater: Any,
@@ -57,6 +61,8 @@ def build(
   devices: int = 1,
   temperature: float = 1.0,
   batch: PyTree = None,
+  distillation: Distillation | None = None,
+  given: Given | None = None,
 ) -> Training:
   """Compile the training of one cell for all its seeds together.
 
@@ -68,6 +74,8 @@ def build(
     temperature: divides the network's outputs in the loss that algorithms use
       which prune before training.
     batch: for streamed tasks, a batch of one seed and step.
+    distillation: how it learns from the teacher in `given`.
+    given: what it starts from; seeds are the leading axis.
 
   Returns:
     start(keys, data, batches) -> Carry; train(carry, keys, data, first, count,
@@ -77,16 +85,24 @@ def build(
     of them may have several blocks: `train` then returns no snapshot, but the
     sums over its steps that `with_means` adds to one.
   """
-  seed = _Seed(task, updater, _spreader(devices), temperature)
-  return _over_seeds(task, seed, data, batch)
+  seed = _Seed(task, updater, _spreader(devices), temperature, distillation)
+  return over_seeds(task, seed, data, batch, given or Given())
 
 
 class _Seed:
   """The training of one seed; `build` batches and compiles its methods."""
 
-  def __init__(self, task: Task, updater: Any, spread: Any, temperature: float):
+  def __init__(
+    self,
+    task: Task,
+    updater: Any,
+    spread: Any,
+    temperature: float,
+    distillation: Distillation | None,
+  ):
     self._task, self._updater = task, updater
     self._spread, self._temperature = spread, temperature
+    self._distillation = distillation
     self._tx = updater.wrap_optax(task.optimizer())
 
   def init(self, key: jax.Array) -> PyTree:
@@ -94,21 +110,35 @@ class _Seed:
     return self._task.init(jax.random.fold_in(key, 0))
 
   def start(
-    self, params: PyTree, key: jax.Array, data: PyTree, batch: PyTree = None
+    self, params: PyTree, key: jax.Array, data: PyTree, batch, given: Given
   ) -> Carry:
     """Return the carry before the first step."""
-    state = self._task.init_state(jax.random.fold_in(key, 0))
-    opt_state = self._first_tx(params, state, data, key, batch).init(params)
+    state = given.state
+    if state is None:
+      state = self._task.init_state(jax.random.fold_in(key, 0))
+    first = self._first_tx(params, state, data, key, batch, given.masks)
+    opt_state = first.init(params)
     params = self._updater.post_gradient_update(params, opt_state)
     env_state = self._task.start(params, data, jax.random.fold_in(key, 1))
     masks = _masks_of(params, opt_state)
-    return Carry(params, opt_state, env_state, state, masks, masks)
+    return Carry(
+      params, opt_state, env_state, state, masks, masks, given.teacher
+    )
 
   def _first_tx(
-    self, params: PyTree, state: PyTree, data: PyTree, key: jax.Array, batch
+    self,
+    params: PyTree,
+    state: PyTree,
+    data: PyTree,
+    key: jax.Array,
+    batch: PyTree,
+    masks: PyTree,
   ) -> Any:
     """Return `tx`; it may prune at the start with the first batch."""
     task = self._task
+    if masks is not None:
+      fixed = dataclasses.replace(self._updater, masks=masks)
+      return fixed.wrap_optax(task.optimizer())
     if "loss" not in self._updater.needs:
       return self._tx
     batch_key, loss_key = jax.random.split(jax.random.fold_in(key, 2))
@@ -170,9 +200,10 @@ class _Seed:
 
     def gradient(params):
       if not task.has_state:
-        loss, grads = task.gradient(task.loss, params, batch, loss_key)
+        plain = lambda p, b, key: self._loss(p, carry, b, key)[0]
+        loss, grads = task.gradient(plain, params, batch, loss_key)
         return (loss, carry.state), grads
-      loss_fn = lambda p: task.loss_and_state(p, carry.state, batch, loss_key)
+      loss_fn = lambda p: self._loss(p, carry, batch, loss_key)
       return jax.value_and_grad(loss_fn, has_aux=True)(params)
 
     (loss, state), grads = gradient(carry.params)
@@ -189,6 +220,18 @@ class _Seed:
       params=params, opt_state=opt_state, env_state=env_state, state=state
     )
     return carry, loss
+
+  def _loss(
+    self, params: PyTree, carry: Carry, batch: PyTree, key: jax.Array
+  ) -> tuple[jax.Array, PyTree]:
+    """Return (loss, new state), with the teacher's part if there is one."""
+    task = self._task
+    loss, state = task.loss_and_state(params, carry.state, batch, key)
+    if self._distillation is not None:
+      loss = self._distillation.mixed(
+        task, loss, params, carry.state, batch, carry.teacher
+      )
+    return loss, state
 
   def snapshot(self, carry: Carry) -> tuple[Carry, Snapshot]:
     """Measure densities, churn and exploration since the last snapshot."""
@@ -266,95 +309,6 @@ def _masks_of(params: PyTree, opt_state: PyTree) -> PyTree:
   return masks
 
 
-def _once(fn: Callable[..., Any]) -> Callable[..., Any]:
-  """Compile for one call: on a CPU, save compile time instead of run time."""
-  cheap = {"xla_backend_optimization_level": 0}
-  options = cheap if jax.default_backend() == "cpu" else None
-  return jax.jit(fn, compiler_options=options)
-
-
-def _over_seeds(task: Task, seed: _Seed, data, batch) -> Training:
-  """Batch the seeds: together (vmap) or one after another (map)."""
-  if task.in_turn:
-    over = lambda one, _: (
-      lambda *all_seeds: jax.lax.map(lambda each: one(*each), all_seeds)
-    )
-    axes = None
-  else:
-    over = lambda one, axes: jax.vmap(one, in_axes=axes[0], out_axes=axes[1])
-    whole = lambda key, data, batch: seed.start(
-      seed.init(key), key, data, batch
-    )
-    axes = _seed_axes(whole, seed.train, data, batch)
-
-  # What XLA does: it fuses the draw of the weights with their first use, and
-  # rounds as that fusion does. What we do: a program of its own. What it saves:
-  # all algorithms start from the same weights, to the last bit. When it can go:
-  # when fusions round as single operations do.
-  init_all = _once(lambda keys: over(seed.init, ((0,), 0))(keys))
-
-  @_once
-  def start_all(params, keys, data, batches):
-    one = lambda params, key, batch: seed.start(params, key, data, batch)
-    return over(one, ((0, 0, 0), axes))(params, keys, batches)
-
-  def train_all(carry, keys, data, first, count, length, block=None):
-    one = lambda carry, key, block: seed.train(
-      carry, key, data, block, first, count, length
-    )
-    return over(one, ((axes, 0, 0), (axes, 0, 0)))(carry, keys, block)
-
-  return Training(
-    lambda keys, data, batches=None: start_all(
-      init_all(keys), keys, data, batches
-    ),
-    jax.jit(train_all, static_argnums=5, donate_argnums=0),
-    _once(lambda carry: over(seed.snapshot, ((axes,), (axes, 0)))(carry)),
-    jax.jit(lambda carry: over(seed.final, ((axes,), 0))(carry)),
-  )
-
-
-def _seed_axes(start, train, data, batch) -> PyTree:
-  """Return vmap's axes of the carry: None for leaves that all seeds share.
-
-  What JAX does: `lax.cond` on a batched value becomes a select, which computes
-  both branches. What we do: step counters, equal for all seeds, are not
-  batched. What it saves: a selection of every mask at every step. When it can
-  go: when vmap keeps conditionals on equal values.
-  """
-  key = jax.eval_shape(lambda: jax.random.key(0))
-  data = jax.eval_shape(lambda: data)
-  carry = jax.eval_shape(start, key, data, batch)
-
-  def axis(leaf):
-    shared = leaf.ndim == 0 and jnp.issubdtype(leaf.dtype, jnp.integer)
-    return None if shared else 0
-
-  axes = jax.tree.map(axis, carry)._replace(
-    env_state=jax.tree.map(lambda _: 0, carry.env_state),
-    state=jax.tree.map(lambda _: 0, carry.state),
-  )
-  keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 2))
-  batches = jax.tree.map(lambda x: np.stack([x, x]), batch)
-  blocks = jax.tree.map(lambda x: x[:, None], batches)
-  try:
-    carries = jax.eval_shape(
-      jax.vmap(start, in_axes=(0, None, 0), out_axes=axes), keys, data, batches
-    )
-    data_in = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), data)
-    one = lambda carry, key, block: train(carry, key, data_in, block, 0, 1, 1)
-    jax.eval_shape(
-      jax.vmap(one, in_axes=(axes, 0, 0), out_axes=(axes, 0, 0)),
-      carries,
-      keys,
-      blocks,
-    )
-  except ValueError:
-    # An integer that does differ between seeds: batch everything.
-    return jax.tree.map(lambda _: 0, carry)
-  return axes
-
-
 def _spreader(devices: int) -> Callable[[PyTree], PyTree]:
   """Return a function that splits a batch over the devices."""
   if devices == 1:
@@ -370,75 +324,3 @@ def _spreader(devices: int) -> Callable[[PyTree], PyTree]:
   return lambda batch: jax.tree.map(
     lambda x: jax.lax.with_sharding_constraint(x, sharding), batch
   )
-
-
-def raw_keys(tree: PyTree) -> PyTree:
-  """Return a tree with the data of random keys: NumPy has no dtype for them."""
-  return jax.tree.map(
-    lambda x: (
-      jax.random.key_data(x)
-      if jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-      else x
-    ),
-    tree,
-  )
-
-
-def arrays_of(carry: Carry, progress: list[float]) -> dict[str, np.ndarray]:
-  """Return the state and the progress of a training as plain arrays."""
-  leaves = [np.asarray(x) for x in jax.tree.leaves(raw_keys(carry))]
-  arrays = {f"leaf:{i}": leaf for i, leaf in enumerate(leaves)}
-  arrays["progress"] = np.asarray(progress, np.float64)
-  return arrays
-
-
-class CheckpointError(ValueError):
-  """A checkpoint can be read, but belongs to another training."""
-
-
-def restore(
-  carry: Carry, saved: dict[str, np.ndarray], steps: int
-) -> tuple[Carry, list[float]]:
-  """Return the state and the progress stored by `arrays_of`.
-
-  Args:
-    carry: the training before its first step, for structure and shapes.
-    saved: the arrays.
-    steps: the number of steps of the training.
-
-  Returns:
-    The carry, and [steps done, seconds, cost, checksum of the batches].
-
-  Raises:
-    CheckpointError: the arrays belong to another training.
-  """
-  leaves, treedef = jax.tree.flatten(carry)
-  expected = {f"leaf:{i}" for i in range(len(leaves))} | {"progress"}
-  if set(saved) != expected:
-    raise CheckpointError(
-      f"has {len(saved)} arrays, this training has {len(expected)}"
-    )
-  loaded = [
-    restored_leaf(old, saved[f"leaf:{i}"]) for i, old in enumerate(leaves)
-  ]
-  progress = saved["progress"]
-  if progress.shape != (4,) or not np.all(np.isfinite(progress)):
-    raise CheckpointError(f"progress is {progress!r:.60}, need four numbers")
-  first = progress[0]
-  if first != int(first) or not 0 < first < steps:
-    raise CheckpointError(f"stands at step {first:g} of {steps}")
-  return treedef.unflatten(loaded), progress.tolist()
-
-
-def restored_leaf(old: jax.Array, new: Any) -> jax.Array:
-  """Return a stored array as a leaf like `old`; keys become keys again."""
-  is_key = jnp.issubdtype(old.dtype, jax.dtypes.prng_key)
-  like = jax.random.key_data(old) if is_key else old
-  if (new.shape, new.dtype) != (like.shape, like.dtype):
-    raise CheckpointError(
-      f"an array is {new.dtype}{new.shape}, need {like.dtype}{like.shape}"
-    )
-  loaded = jnp.asarray(new)
-  if is_key:
-    return jax.random.wrap_key_data(loaded, impl=jax.random.key_impl(old))
-  return loaded

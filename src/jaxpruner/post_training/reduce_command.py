@@ -5,7 +5,7 @@ import pathlib
 import sys
 
 from jaxpruner import datasets
-from jaxpruner.archives import DataError
+from jaxpruner.datasets.archives import DataError
 from jaxpruner.post_training import calibration_text, contrib, models
 from jaxpruner.post_training.models.hub_tokenizer import HubTokenizer
 from jaxpruner.sparse import checkpoints

@@ -81,10 +81,7 @@ def group(rows: int, masked: bool) -> Any:
   def f(_, x, stride, last, bits, values, count, scales, out):
     def emit(context, b, signature, args):
       x, stride, last, bits, values, count, scales, out = args
-      starts = []
-      for r in range(rows):
-        row = b.select(b.icmp_signed("<", I64(r), last), I64(r), last)
-        starts.append(b.add(x, b.mul(row, stride)))
+      starts = _simd.batch_rows(b, rows, x, stride, last)
       sums = [
         [cgutils.alloca_once(b, _FLOATS) for _ in range(PARTS)]
         for _ in range(rows)

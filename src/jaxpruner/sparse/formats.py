@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpruner import _registry
+from jaxpruner._tools import registry
 
 T = TypeVar("T")
 
@@ -229,6 +229,42 @@ class SparseMatrix(Sparse):
     """
     return x @ self.todense()
 
+  def product(
+    self, x: jax.Array, back: bool, platform: str | None = None
+  ) -> jax.Array:
+    """Return x @ w, or x @ w.T, where the format has no compiled kernel.
+
+    `kernels.product` calls it when a program is lowered.
+
+    Args:
+      x: a dense array (..., K); with `back`, (..., N).
+      back: whether w is transposed.
+      platform: "tpu" or "cuda", where a format may have a kernel of its own;
+        None for operations that run everywhere.
+
+    Returns:
+      A dense array (..., N); with `back`, (..., K). It has the dtype of x.
+    """
+    del platform
+    dense = self.todense().astype(x.dtype)
+    return x @ (dense.T if back else dense)
+
+  def outer(
+    self, x: jax.Array, g: jax.Array, platform: str | None = None
+  ) -> jax.Array:
+    """Return x.T @ g at the positions of `values`: the gradient of `values`.
+
+    Args:
+      x: a dense matrix (batch, K).
+      g: a dense matrix (batch, N).
+      platform: as for `product`.
+
+    Returns:
+      An array of the shape of `values`, in the dtype of x.
+    """
+    del platform
+    return self.gather(x.T @ g)
+
   def take(self, columns: jax.Array) -> jax.Array:
     """Return some columns; by default out of the decoded matrix.
 
@@ -365,16 +401,19 @@ def refuse_options(cls: type[SparseMatrix], options: dict[str, Any]) -> None:
 
 
 # Those without a kernel first.
-FORMATS: _registry.Registry[type[SparseMatrix]] = _registry.Registry(
+FORMATS: registry.Registry[type[SparseMatrix]] = registry.Registry(
   "format",
   "jaxpruner.sparse.register_format",
   {
     "compact": "jaxpruner.sparse.format_compact:Compact",
     "block": "jaxpruner.sparse.format_block:Block",
+    "diagonals": "jaxpruner.sparse.format_diagonals:Diagonals",
     "nm": "jaxpruner.sparse.format_nm:NM",
+    "strided_nm": "jaxpruner.sparse.format_strided_nm:StridedNM",
     "sell": "jaxpruner.sparse.format_sell:Sell",
     "bitmask": "jaxpruner.sparse.format_bitmask:Bitmask",
     "int8": "jaxpruner.sparse.format_int8:Int8",
+    "panel": "jaxpruner.sparse.format_panel:Panel",
   },
 )
 
@@ -448,7 +487,8 @@ def pack(
     weight: a dense array of any rank.
     mask: 1 = kept; by default nonzero entries are kept.
     format: "sell" (unstructured), "block", "nm", "bitmask", "compact" (whole
-      rows and columns removed), or a name given to `register_format`.
+      rows and columns removed), "panel" (dense), or a name given to
+      `register_format`.
     contract: the axes that a product sums over: (0,) for an in × out kernel,
       (1,) for out × in.
     **options: the format's own options, for example `block_shape=(64, 64)`.

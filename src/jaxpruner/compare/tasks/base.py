@@ -7,9 +7,10 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
-from jaxpruner import _tools
+from jaxpruner import _tools, datasets
 from jaxpruner.compare import layers
 
 PyTree = Any
@@ -262,6 +263,7 @@ def with_optimizer(task: Task, name: str) -> Task:
   return changed
 
 
+@dataclasses.dataclass(frozen=True)
 class Classification(Task):
   """A task with images or vectors `x` and integer labels `y`.
 
@@ -270,6 +272,7 @@ class Classification(Task):
   `apply`.
 
   Attributes:
+    share: the part of the training data that is used: its first rows.
     noise: the standard deviation of the noise in `noise_accuracy`.
 
   Example:
@@ -278,7 +281,16 @@ class Classification(Task):
     (True, 'accuracy')
   """
 
+  share: float = 1.0
+
   noise: ClassVar[float] = 0.5
+
+  def __post_init__(self):
+    if not 0 < self.share <= 1:
+      raise ValueError(
+        f"share={self.share!r}: the part of the training data must be above 0 "
+        "and at most 1"
+      )
 
   def prepare(self, inputs: jax.Array) -> jax.Array:
     """Return stored inputs as the network's standardised floats."""
@@ -288,7 +300,8 @@ class Classification(Task):
     """Draw a batch uniformly, with replacement."""
     key = jax.random.fold_in(key, step)
     size = (self.batch_size,)
-    rows = jax.random.randint(key, size, 0, data["train_y"].shape[0])
+    used = max(1, round(self.share * data["train_y"].shape[0]))
+    rows = jax.random.randint(key, size, 0, used)
     return {
       "x": self.prepare(data["train_x"][rows]),
       "y": data["train_y"][rows],
@@ -336,6 +349,53 @@ class Classification(Task):
       "noise_accuracy": 100 * (right_noisy & fresh).sum() / total,
       "ece": 100 * calibration_error(confidence, right, fresh),
     }
+
+  def second(self, data: PyTree) -> PyTree:
+    """Return a second task with inputs of the same shape, and few examples.
+
+    By default the embedded handwritten digits, scaled to the size of the
+    images. Vectors are reversed, with their labels.
+
+    Args:
+      data: the result of `load`.
+
+    Returns:
+      `train_x, train_y, test_x, test_y`, as `load` returns them.
+    """
+    shape = data["test_x"].shape[1:]
+    if len(shape) < 2:
+      names = ("train_x", "train_y", "test_x", "test_y")
+      parts = {name: data[name][:400] for name in names}
+      return {k: v[:, ::-1] if k.endswith("x") else v for k, v in parts.items()}
+    images, labels = datasets.load_digits()
+    rows, columns = (np.arange(size) * 8 // size for size in shape[:2])
+    images = images.reshape(-1, 8, 8)[:, rows][:, :, columns] / images.max()
+    images = images.reshape(*images.shape, *[1] * (len(shape) - 2))
+    low, high = data["test_x"].min(), data["test_x"].max()
+    x = low + (high - low) * jnp.broadcast_to(images, (len(images), *shape))
+    y = jnp.asarray(labels)
+    return {
+      "train_x": x[:400],
+      "train_y": y[:400],
+      "test_x": x[400:800],
+      "test_y": y[400:800],
+    }
+
+  def outside(self, data: PyTree) -> jax.Array:
+    """Return inputs unlike the task's, for the detection of other data.
+
+    Args:
+      data: the result of `load`.
+
+    Returns:
+      Inputs of the network: those of `second`; for vectors, the test inputs
+      with their places in another order.
+    """
+    x = data["test_x"]
+    if x.ndim == 2:
+      order = np.random.default_rng(0).permutation(x.shape[1])
+      return self.prepare(x[:400, order])
+    return self.prepare(self.second(data)["test_x"])
 
 
 def calibration_error(

@@ -37,6 +37,11 @@ class FedFashion(fashion.Fashion):
   pruning: ClassVar[dict[str, Any]] = {"update_freq": 10}
 
   def load(self, folder: str | None = None) -> dict[str, np.ndarray]:
+    if self.share != 1:
+      raise ValueError(
+        f"share={self.share}: the clients of {self.name!r} share out all data; "
+        "leave it at 1"
+      )
     data = super().load(folder)
     return data | {"clients": dirichlet_split(data["train_y"])}
 

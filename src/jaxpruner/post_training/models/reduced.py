@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxpruner import _atomic, _fingerprint
+from jaxpruner._tools import atomic, fingerprint
 from jaxpruner.post_training.models import decoder, decoder_config, hub
 from jaxpruner.post_training.models.decoder_config import Decoder
 from jaxpruner.sparse import _layouts, _shards, _staging
@@ -109,7 +109,7 @@ def save_folder(
     raise hub.FileFormatError(f"{small.model.folder}: no such folder")
   facts = {
     "config": small.config,
-    "weights": _fingerprint.arrays(list(small.model.params.values())),
+    "weights": fingerprint.arrays(list(small.model.params.values())),
   }
   where: dict[str, str] = {}
   with (
@@ -141,7 +141,7 @@ def save_folder(
     if file.index:
       texts[file.index] = index
     for name, content in texts.items():
-      _atomic.write_bytes(parts / name, json.dumps(content, indent=2).encode())
+      atomic.write_bytes(parts / name, json.dumps(content, indent=2).encode())
 
 
 def _content(
