@@ -349,6 +349,13 @@ class SparseFile:
       return content(self.read(name))
     return Content(False, lambda: ((c, None) for c in self.reader.chunks(name)))
 
+  def stored_values(self, tensor: Tensor) -> int:
+    """Return how many weights of a tensor the file holds."""
+    if tensor.encoding == "dense":
+      return tensor.size
+    parts = _parts(tensor)
+    return math.prod(self.reader.entries[parts[1]].shape)
+
   @property
   def kind(self) -> str:
     """What the file is, in words."""

@@ -5,6 +5,7 @@ is in one shard, and index and shards agree, or the folder is refused.
 """
 
 import contextlib
+import json
 import os
 import pathlib
 import shutil
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from jaxpruner._tools import atomic, fingerprint
-from jaxpruner.sparse import _layouts, _staging
+from jaxpruner.sparse import _layouts, _peer_config, _staging
 from jaxpruner.sparse import _safetensors as st
 from jaxpruner.sparse._layouts import Content, Leaf, Tensor, Written
 
@@ -211,7 +212,25 @@ class Shards:
             progress=progress,
           )
       left = self._copy_others(parts)
+      self._describe(parts, layout or self.layout)
     return Written(left, found)
+
+  def _describe(self, parts: pathlib.Path, layout: str) -> None:
+    """Tell in `config.json` how others find the weights."""
+    path = parts / "config.json"
+    old = read_json(path) if path.exists() else None
+    if not isinstance(old, dict):
+      return
+    size = kept = 0
+    if layout == _peer_config.FORMAT:
+      for name in self.shards:
+        with _layouts.SparseFile(parts / name) as file:
+          for tensor in file.tensors.values():
+            size += tensor.size
+            kept += file.stored_values(tensor)
+    new = _peer_config.described(old, layout, 1 - kept / max(size, 1))
+    if new is not old:
+      atomic.write_bytes(path, json.dumps(new, indent=2).encode())
 
   def _copy_others(self, parts: pathlib.Path) -> list[str]:
     """Copy configuration and tokenizer; return what was left out."""
