@@ -79,6 +79,15 @@ def _shard_of(index: pathlib.Path) -> dict[str, str]:
   return where
 
 
+def _edit(
+  path: pathlib.Path, change: Callable[[dict[str, Any]], dict[str, Any]]
+) -> None:
+  """Change a JSON file, if it is there; what says the same stays as it is."""
+  old = read_json(path) if path.exists() else None
+  if isinstance(old, dict) and (new := change(old)) != old:
+    atomic.write_bytes(path, json.dumps(new, indent=2).encode())
+
+
 class Shards:
   """A folder of safetensors files; tensors are decoded on request."""
 
@@ -136,6 +145,8 @@ class Shards:
             "remove one of them"
           )
         found[name] = shard
+    if where is not None and where == self._parts():
+      return found  # as compressed-tensors writes it: part by part
     for name, shard in (where or {}).items():
       if found.get(name) != shard:
         raise st.FileFormatError(
@@ -149,6 +160,14 @@ class Shards:
         f"{self.index} does not name"
       )
     return found
+
+  def _parts(self) -> dict[str, str]:
+    """Return stored entry -> shard: several entries make a sparse tensor."""
+    return {
+      name: shard
+      for shard, file in self.shards.items()
+      for name in file.reader.entries
+    }
 
   @property
   def kind(self) -> str:
@@ -216,21 +235,24 @@ class Shards:
     return Written(left, found)
 
   def _describe(self, parts: pathlib.Path, layout: str) -> None:
-    """Tell in `config.json` how others find the weights."""
-    path = parts / "config.json"
-    old = read_json(path) if path.exists() else None
-    if not isinstance(old, dict):
-      return
+    """Tell in index and `config.json` how others find the weights."""
+    theirs = layout == _peer_config.FORMAT
     size = kept = 0
-    if layout == _peer_config.FORMAT:
-      for name in self.shards:
-        with _layouts.SparseFile(parts / name) as file:
-          for tensor in file.tensors.values():
-            size += tensor.size
-            kept += file.stored_values(tensor)
-    new = _peer_config.described(old, layout, 1 - kept / max(size, 1))
-    if new is not old:
-      atomic.write_bytes(path, json.dumps(new, indent=2).encode())
+    where: dict[str, str] = {}
+    for name in self.shards:
+      with _layouts.SparseFile(parts / name) as file:
+        stored = file.reader.entries if theirs else file.tensors
+        where |= dict.fromkeys(stored, name)
+        for tensor in file.tensors.values() if theirs else ():
+          size += tensor.size
+          kept += file.stored_values(tensor)
+    if self.index:
+      _edit(parts / self.index, lambda old: old | {"weight_map": where})
+    share = 1 - kept / max(size, 1)
+    _edit(
+      parts / "config.json",
+      lambda old: _peer_config.described(old, layout, share),
+    )
 
   def _copy_others(self, parts: pathlib.Path) -> list[str]:
     """Copy configuration and tokenizer; return what was left out."""

@@ -38,11 +38,11 @@ class Int8(formats.SparseMatrix):
     shape: (K, N).
 
   Example:
-    >>> w = Int8.fromdense([[0.0, 2.0], [127.0, 0.0]])
-    >>> w.values[:2].tolist(), w.scales[0, 0, :2].tolist()
-    ([127, 127], [1.0, 0.015747...])
+    >>> w = Int8.fromdense([[0.0, 127.0], [254.0, 3.9]])
+    >>> w.values[:3].tolist(), w.scales[0, 0, :2].tolist()
+    ([127, 127, 4], [2.0, 1.0])
     >>> w.todense().tolist()
-    [[0.0, 2.0], [127.0, 0.0]]
+    [[0.0, 127.0], [254.0, 4.0]]
   """
 
   name: ClassVar[str] = "int8"

@@ -20,12 +20,20 @@ def test_folders_tell_others_how_they_are_stored(tmp_path):
   about = config(small)["quantization_config"]
   assert about["quant_method"] == "compressed-tensors"
   assert about["sparsity_config"]["format"] == "sparse-bitmask"
+  index = "model.safetensors.index.json"
+  where = json.loads((small / index).read_text())["weight_map"]
+  name = "model.layers.0.mlp.up_proj."
+  assert where[name + "compressed"] == where[name + "bitmask"]
+  assert name + "weight" not in where
   params = models.load_folder(small).params.values()
   zeros = sum(int((p == 0).sum()) for p in params)
   found = about["sparsity_config"]["global_sparsity"]
   assert abs(found - zeros / sum(p.size for p in params)) < 1e-9
   assert cli.main(["unpack", str(small), "-o", str(again)]) == 0
   assert config(again) == config(plain)
+  for file in (index, "config.json"):
+    old, new = (json.loads((f / file).read_text()) for f in (plain, again))
+    assert old == new
 
 
 def test_quantised_weights_stay_described(tmp_path):

@@ -27,4 +27,4 @@ def tail_exponent(w: np.ndarray) -> float:
     return np.inf
   floor = max(values[k], np.finfo(np.float64).tiny)
   total = np.log(np.maximum(values[:k], floor) / floor).sum()
-  return 1 + k / total if total else np.inf
+  return float(1 + k / total) if total else np.inf
