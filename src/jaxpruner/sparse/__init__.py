@@ -16,6 +16,7 @@ _MODULES = {
   "Diagonals": "format_diagonals",
   "FileFormatError": "files",
   "Group": "budgets",
+  "Int8": "format_int8",
   "Kept": "formats",
   "LayerKind": "reports",
   "LayerReport": "reports",

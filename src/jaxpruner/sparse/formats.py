@@ -415,6 +415,7 @@ FORMATS: registry.Registry[type[SparseMatrix]] = registry.Registry(
     "strided_nm": "jaxpruner.sparse.format_strided_nm:StridedNM",
     "sell": "jaxpruner.sparse.format_sell:Sell",
     "bitmask": "jaxpruner.sparse.format_bitmask:Bitmask",
+    "int8": "jaxpruner.sparse.format_int8:Int8",
     "panel": "jaxpruner.sparse.format_panel:Panel",
   },
 )
