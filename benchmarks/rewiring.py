@@ -1,87 +1,209 @@
-"""Does the optimizer decide between SET and RigL?
+"""Which weights should grow? SET, RigL and `signal_rigl`, to the plateau.
 
-    python benchmarks/rewiring.py
+    python benchmarks/rewiring.py [NAME …] [--runs FOLDER]
 
-Trains the digits perceptron with four kinds of masks, everything equal
-but the optimizer, and prints accuracy and paired differences over seeds. What
-the differences mean, and what they do not, is in `docs/results/table1.md`.
+trains the named comparisons (all of them by default; `--help` lists them), five
+seeds each, publishes their records in `docs/results/records/`, and writes
+`docs/results/rewiring.md` from all records that are there. About 10 minutes of
+one core for each; stop it and call it again, and it continues. With `--records`
+it trains nothing.
 """
 
 import argparse
-import dataclasses
+import pathlib
+import sys
+from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-import optax
+import page
 
-import jaxpruner
-from jaxpruner.compare import statistics, training
-from jaxpruner.compare.tasks import digits
+from jaxpruner.compare import files, from_python, record_files, statistics
 
 ALGORITHMS = ("static_sparse", "set", "rigl", "signal_rigl")
+NAMES = ("static", "SET", "RigL", "signal")
+PAIRS = (("set", "static_sparse"), ("rigl", "set"), ("signal_rigl", "set"))
+_MLP: dict[str, Any] = {"task": "fashion-mlp", "sparsity": 0.9}
+_SPEECHES = {"width": 64, "steps": 1200}
+RUNS: dict[str, dict[str, Any]] = {
+  "digits-90-adam": {"task": "digits", "sparsity": 0.9},
+  "fashion-mlp-90-adam": _MLP,
+  "fashion-mlp-90-adamw": _MLP | {"optimizer": ("adamw",)},
+  "fashion-mlp-90-momentum": _MLP
+  | {"optimizer": ("momentum",), "options": {"learning_rate": 0.05}},
+  "fashion-mlp-98-adam": _MLP | {"sparsity": 0.98},
+  "speeches-90-adam": {
+    "task": "speeches:Speeches",
+    "sparsity": 0.9,
+    "options": _SPEECHES,
+  },
+}
 
 
-@dataclasses.dataclass(frozen=True)
-class Digits(digits.Digits):
-  """Digits with a choice of optimizer, each at a rate that suits it."""
+class Run(NamedTuple):
+  """A published comparison of rewiring.
 
-  name_of_optimizer: str = "adam"
+  Attributes:
+    name: of its file.
+    found: its records.
+    values: algorithm -> the metric of each seed; more is better.
+    costs: algorithm -> FLOPs of training, relative to dense.
+  """
 
-  def optimizer(self) -> optax.GradientTransformation:
-    rate = 0.05 if self.name_of_optimizer == "sgd" else self.learning_rate
-    schedule = optax.warmup_cosine_decay_schedule(
-      0.0, rate, self.steps // 20, self.steps
+  name: str
+  found: record_files.Records
+  values: dict[str, list[float]]
+  costs: dict[str, float]
+
+  @property
+  def unit(self) -> str:
+    info = self.found.info
+    return "points" if info.unit == "%" else info.metric
+
+
+def published(folder: pathlib.Path) -> list[Run]:
+  """Return the runs whose records are there, in the order of `RUNS`."""
+  runs = []
+  for name in RUNS:
+    if (file := folder / f"{name}.jsonl").exists():
+      found = record_files.read(str(file))
+      values, costs = {}, {}
+      for record in found.records.values():
+        numbers = record.metrics[found.info.metric]
+        values[record.algorithm] = [float(x or 0) for x in numbers]
+        dense = record.training_flops_dense
+        costs[record.algorithm] = record.training_flops / dense
+      runs.append(Run(name, found, values, costs))
+  return runs
+
+
+def train(name: str, folder: pathlib.Path, records: pathlib.Path) -> None:
+  """Train what is missing of a comparison, and publish its records."""
+  sys.path.insert(0, str(pathlib.Path(__file__).parent))
+  settings = dict(RUNS[name])
+  from_python.run(
+    settings.pop("task"),
+    algorithms=ALGORITHMS,
+    seeds=5,
+    out=str(folder / name),
+    jobs=1,
+    **settings,
+  )
+  found = record_files.load(str(folder / name))
+  record_files.save(found, str(records / f"{name}.jsonl"))
+
+
+def means(runs: list[Run]) -> str:
+  """Return the table of means and costs."""
+  head = ["records", "dense", *NAMES, "FLOPs: SET", "RigL", "signal"]
+  rows = []
+  for run in runs:
+    digits = 2 if run.found.info.unit == "%" else 3
+    mean = lambda name, run=run, digits=digits: (
+      f"{statistics.estimate(run.values[name]).mean:.{digits}f}"
+      if name in run.values
+      else "–"
     )
-    return {
-      "adam": optax.adam(schedule),
-      "adam, b2 = 0.9": optax.adam(schedule, b2=0.9),
-      "sgd": optax.sgd(schedule, momentum=0.9),
-    }[self.name_of_optimizer]
+    cost = [f"{run.costs[name]:.3f} ×" for name in ALGORITHMS[1:]]
+    link = f"[{run.name}](records/{run.name}.jsonl)"
+    rows.append([link, mean("dense"), *map(mean, ALGORITHMS), *cost])
+  return page.table(head, rows)
 
 
-def train(
-  optimizer: str, algorithm: str, args, data
-) -> tuple[np.ndarray, float]:
-  """Return (accuracy per seed, training loss of the last 50 steps)."""
-  task = Digits(name_of_optimizer=optimizer)
-  config = {"algorithm": algorithm, "sparsity": args.sparsity}
-  config |= {"dist_type": "erk", "total_steps": task.steps}
-  updater = jaxpruner.create_updater_from_config(config)
-  built = training.build(task, updater, data)
-  keys = jax.vmap(jax.random.key)(jnp.arange(args.seeds))
-  carry = built.start(keys, data)
-  carry, losses, _ = built.train(carry, keys, data, 0, task.steps, task.steps)
-  found = jax.vmap(task.evaluate, in_axes=(0, None))(built.final(carry), data)
-  loss = float(np.asarray(losses)[:, -50:].mean())
-  return np.asarray(found["accuracy"], np.float64), loss
+def differences(runs: list[Run]) -> str:
+  """Return the table of differences, paired by seed."""
+  head = ["records", "SET − static", "RigL − SET", "signal − SET", "in"]
+  rows = []
+  for run in runs:
+    sign = 1 if run.found.info.higher_is_better else -1
+    cells = []
+    for better, other in PAIRS:
+      d = statistics.paired_difference(
+        [sign * x for x in run.values[better]],
+        [sign * x for x in run.values[other]],
+      )
+      digits = 2 if run.found.info.unit == "%" else 3
+      text = f"{d.mean:+.{digits}f} [{d.low:+.{digits}f}, {d.high:+.{digits}f}]"
+      cells.append(f"**{text}**" if d.low > 0 or d.high < 0 else text)
+    rows.append([run.name, *cells, run.unit])
+  return page.table(head, rows)
+
+
+def draw(runs: list[Run], path: pathlib.Path) -> None:
+  """Draw the training loss of each run, averaged over seeds."""
+  from matplotlib import figure
+
+  from jaxpruner import plot
+
+  with plot.styled():
+    height = 3 * -(-len(runs) // 2)
+    picture = figure.Figure(figsize=(9, height), layout="constrained")
+    axes = picture.subplots(-(-len(runs) // 2), 2, squeeze=False).ravel()
+    for axis, run in zip(axes, runs, strict=False):
+      for cell, training in run.found.trainings.items():
+        name = run.found.records[cell].algorithm
+        if name == "small_dense":
+          continue
+        curve = [
+          sum(x or 0 for x in seeds) / len(seeds) for seeds in training.losses
+        ]
+        axis.plot(training.starts, curve, label=name)
+      axis.set(title=run.name, xlabel="step", ylabel="training loss")
+      axis.set_yscale("log")
+    axes[0].legend()
+    for axis in axes[len(runs) :]:
+      axis.set_axis_off()
+    files.write_atomic(path, plot.render(picture, path.suffix[1:]))
+
+
+ABOUT = """
+Dynamic sparse training drops the smallest weights and grows others: SET at
+random, RigL where |∂L/∂w| of one batch is largest, `signal_rigl` where the mean
+of the gradient is largest relative to its root mean square, over the 16 steps
+before a mask update (which is also what moves a weight under Adam). Everything
+else is equal: start, batches, schedule (a mask update every 100 steps or a
+tenth of the training until 75 %), drop fraction 0.3, ERK. `fashion-mlp` is
+LeNet-300-100 on Fashion-MNIST, 10,000 steps of 64 images, cosine decay to zero;
+momentum is SGD with 0.9 at a rate of 0.05. Speeches are bits per byte: less is
+better.
+"""
+DIFFERENCES = """
+Paired by seed with 95 % intervals, the sign turned where less is better; bold
+intervals leave out zero. A decision among many is a hint.
+"""
 
 
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__)
-  parser.add_argument("--sparsity", type=float, default=0.9)
-  parser.add_argument("--seeds", type=int, default=5)
   parser.add_argument(
-    "--optimizers", nargs="*", default=["adam", "adam, b2 = 0.9", "sgd"]
+    "names", nargs="*", default=list(RUNS), metavar="NAME", help=", ".join(RUNS)
   )
+  parser.add_argument("--runs", type=pathlib.Path, default=pathlib.Path("runs"))
+  parser.add_argument("--records", action="store_true", help="train nothing")
   args = parser.parse_args()
-  data = jax.tree.map(jnp.asarray, digits.Digits().load())
-  print("| optimizer | algorithm | accuracy | training loss |")
-  print("|---|---|---:|---:|")
-  for optimizer in args.optimizers:
-    found = {}
-    for algorithm in ALGORITHMS:
-      found[algorithm], loss = train(optimizer, algorithm, args, data)
-      mean = found[algorithm].mean()
-      print(f"| {optimizer} | {algorithm} | {mean:.2f} | {loss:.4f} |")
-    for better, other in (
-      ("set", "static_sparse"),
-      ("rigl", "set"),
-      ("signal_rigl", "set"),
-    ):
-      d = statistics.estimate(list(found[better] - found[other]))
-      between = f"[{d.low:+.2f}, {d.high:+.2f}]"
-      print(f"| {optimizer} | {better} − {other} | {d.mean:+.2f} {between} | |")
+  records = page.RESULTS / "records"
+  for name in () if args.records else args.names:
+    train(name, args.runs, records)
+  runs = published(records)
+  draw(runs, page.RESULTS / "rewiring.png")
+  seconds = sum(r.seconds for run in runs for r in run.found.records.values())
+  commits = ", ".join(
+    f"{run.name} {run.found.info.commit} ({run.found.info.started[:10]})"
+    for run in runs
+  )
+  page.write(
+    "rewiring",
+    "Rewiring, to the plateau",
+    [
+      ABOUT.strip(),
+      means(runs),
+      DIFFERENCES.strip(),
+      differences(runs),
+      "![Training loss](rewiring.png)",
+      f"Commits of the records: {commits}. Each is made again by its command\n"
+      "(`jaxpruner records FILE` prints it), and a cell of it is compared bit\n"
+      "for bit by `jaxpruner reproduce FILE CELL`.",
+    ],
+    seconds,
+  )
 
 
 if __name__ == "__main__":

@@ -441,8 +441,8 @@ def memory_section(rows):
   ]
   return (
     "## Memory of a fresh process\n\n`scale` has three layers of 2³⁰ "
-    "weights. A kept peak has about 230 MB of JAX, Numba and its compiler in it,\n"
-    "whatever the model.\n\n" + page.table(head, lines)
+    "weights. A kept peak has about 230 MB of JAX, Numba and its compiler in\n"
+    "it, whatever the model.\n\n" + page.table(head, lines)
   )
 
 

@@ -3,8 +3,11 @@
 import importlib
 import json
 import pathlib
+import shutil
 
+import numpy as np
 import pytest
+from scipy import stats
 
 SCRIPTS = pathlib.Path(__file__).parents[1] / "benchmarks"
 
@@ -87,3 +90,55 @@ def test_before_after(monkeypatch, tmp_path):
   text = (tmp_path / "before_after.md").read_text()
   assert "| compile ÷ dense, 4-4, rigl |" in text
   assert "| step at rest ÷ dense, 12 × 512², magnitude_ste |" in text
+
+
+@pytest.fixture
+def script(monkeypatch):
+  """Imports a benchmark."""
+  monkeypatch.syspath_prepend(str(SCRIPTS))
+  return importlib.import_module
+
+
+@pytest.fixture
+def published(script, monkeypatch, tmp_path):
+  """The published records, with the pages in another folder."""
+  pytest.importorskip("matplotlib")
+  page = script("page")
+  shutil.copytree(page.RESULTS / "records", tmp_path / "records")
+  monkeypatch.setattr(page, "RESULTS", tmp_path)
+  return tmp_path
+
+
+def test_ranks_and_their_correlation_are_scipys(script):
+  table1 = script("table1")
+  rng = np.random.default_rng(0)
+  for _ in range(50):
+    a, b = rng.integers(0, 5, (2, 9)).astype(float)
+    if np.ptp(a) and np.ptp(b):
+      expected = stats.spearmanr(a, b).statistic
+      np.testing.assert_allclose(table1.spearman(a, b), expected, atol=1e-12)
+  assert table1.ranks(np.array([3.0, 1.0, 3.0])).tolist() == [1.5, 0.0, 1.5]
+
+
+def test_the_page_beside_the_paper_is_that_of_the_records(script):
+  table1 = script("table1")
+  text = (table1.RESULTS / "table1.md").read_text()
+  made = table1.page(table1.all_tasks())
+  assert made in text, "run python benchmarks/table1.py"
+  rows = [len(row) for row in table1.PAPER.values()]
+  assert set(rows) == {len(table1.COLUMNS)}
+
+
+def test_the_page_of_rewiring_is_made_of_the_records(
+  script, published, monkeypatch
+):
+  monkeypatch.setattr("sys.argv", ["rewiring", "--records"])
+  rewiring = script("rewiring")
+  rewiring.main()
+  text = (published / "rewiring.md").read_text()
+  (run, *_) = rewiring.published(published / "records")
+  d = rewiring.statistics.paired_difference(
+    run.values["set"], run.values["static_sparse"]
+  )
+  assert f"{d.mean:+.2f} [{d.low:+.2f}, {d.high:+.2f}]" in text
+  assert (published / "rewiring.png").exists()

@@ -36,9 +36,9 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 @pytest.fixture(autouse=True)
 def tables_are_restored():
   """Undo what a test, a page or an example registers."""
-  from jaxpruner import _registry
+  from jaxpruner._tools import registry
 
-  with _registry.restored():
+  with registry.restored():
     yield
 
 

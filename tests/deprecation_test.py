@@ -5,25 +5,25 @@ import warnings
 
 import pytest
 
-from jaxpruner import _deprecation
+from jaxpruner._tools import deprecation
 
 WORDS = "old is deprecated since 1.1 and goes in 2.0; use new"
 
 
-@_deprecation.deprecated("old", "1.1", "2.0", "new")
+@deprecation.deprecated("old", "1.1", "2.0", "new")
 def old(x: int, *, scale: int = 1) -> int:
   """Scale a number."""
   return x * scale
 
 
 def test_a_deprecated_function_works_and_names_its_replacement():
-  with pytest.warns(_deprecation.JaxprunerDeprecationWarning) as caught:
+  with pytest.warns(deprecation.JaxprunerDeprecationWarning) as caught:
     assert old(3, scale=2) == 6
   assert [str(w.message) for w in caught] == [WORDS]
 
 
 def test_the_warning_points_at_the_line_of_the_user():
-  with pytest.warns(_deprecation.JaxprunerDeprecationWarning) as caught:
+  with pytest.warns(deprecation.JaxprunerDeprecationWarning) as caught:
     old(3)
   assert caught[0].filename == __file__
 
@@ -34,16 +34,16 @@ def test_a_deprecated_function_keeps_its_name_and_docstring():
 
 def test_a_moved_attribute_is_found_with_a_warning():
   module = types.ModuleType("home")
-  entry = _deprecation.Moved(lambda: 7, "1.1", "2.0", "new")
-  module.__getattr__ = _deprecation.moved_attributes("home", {"old": entry})  # type: ignore[method-assign]
-  with pytest.warns(_deprecation.JaxprunerDeprecationWarning) as caught:
+  entry = deprecation.Moved(lambda: 7, "1.1", "2.0", "new")
+  module.__getattr__ = deprecation.moved_attributes("home", {"old": entry})  # type: ignore[method-assign]
+  with pytest.warns(deprecation.JaxprunerDeprecationWarning) as caught:
     assert module.old == 7
   assert str(caught[0].message) == f"home.{WORDS}"
   assert caught[0].filename == __file__
 
 
 def test_an_unknown_attribute_is_refused_without_a_warning():
-  get = _deprecation.moved_attributes("home", {})
+  get = deprecation.moved_attributes("home", {})
   with warnings.catch_warnings():
     warnings.simplefilter("error")
     with pytest.raises(AttributeError, match="'home' has no attribute 'x'"):
@@ -52,4 +52,4 @@ def test_an_unknown_attribute_is_refused_without_a_warning():
 
 def test_deprecations_are_shown_by_default():
   # Python hides DeprecationWarning outside __main__.
-  assert issubclass(_deprecation.JaxprunerDeprecationWarning, FutureWarning)
+  assert issubclass(deprecation.JaxprunerDeprecationWarning, FutureWarning)

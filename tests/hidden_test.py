@@ -23,6 +23,7 @@ from small_model import (
 
 import jaxpruner
 from jaxpruner import sparsity_schedules as schedules
+from jaxpruner.updater import hidden
 
 half = functools.partial(jaxpruner.sparsity_distributions.uniform, sparsity=0.5)
 
@@ -212,7 +213,7 @@ def test_tree_map_params_reaches_masks_hidden_weights_and_moments(name):
   for field, like in (
     (found.stored_masks, own.stored_masks),
     (adam.mu, own.inner_state[0].mu),
-    *([(found.hidden, own.hidden)] if updater.hides else []),
+    *([(found.hidden, own.hidden)] if hidden.hides(updater) else []),
   ):
     assert set(jax.tree.leaves(field)) <= {"param"}
     assert jax.tree.structure(field) == jax.tree.structure(like)

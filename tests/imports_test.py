@@ -1,6 +1,7 @@
 """Imports: their direction, their cost, and the names they promise."""
 
 import ast
+import importlib
 import pathlib
 import statistics
 import subprocess
@@ -13,31 +14,16 @@ import jaxpruner
 ROOT = pathlib.Path(jaxpruner.__file__).parent
 
 # Know nothing of pruning: everyone may use them.
-TOOLS = {"_atomic", "_fingerprint", "_tools"}
+TOOLS = {"_tools"}
 # Each layer may import those before it, and itself.
 CORE = [
-  TOOLS
-  | {
-    "_deprecation",
-    "_leaves",
-    "_legacy",
-    "_on_use",
-    "_registry",
-    "_stacks",
-    "engine",
-    "program",
-    "mask_calculator",
-  },
+  TOOLS | {"_leaves", "_legacy", "program"},
+  {"engine"},
+  {"mask_calculator"},
   {"sparsity_types"},
   {"sparsity_distributions", "sparsity_schedules", "activations"},
-  {
-    "_state",
-    "_moments",
-    "_ranking",
-    "_transform",
-    "_view",
-    "base_updater",
-  },
+  {"updater"},
+  {"base_updater"},
   {"algorithms"},
   {"structures"},
   {"config"},
@@ -60,18 +46,21 @@ ROOMS = {
     "primitives", "jaxprs", "tracing", "running", "errors", "owners",
     "windows", "__init__",
   ],
+  "updater": [
+    "state", "prunable", "masks", "ranking", "moments", "hidden", "seeds",
+    "checks", "selecting", "start", "at_once", "transform", "__init__",
+  ],
 }  # fmt: skip
 # Packages that import nothing of this library but themselves.
 ALONE = ("program",)
-BOTTOM = CORE[0] | CORE[1]
+BOTTOM = set().union(*CORE[:4])
 # Stand beside the core: they know trees, masks and types, not algorithms.
-BESIDE = ("inspect", "utils", "plot", "sparse")
+BESIDE = ("inspect", "utils", "sparse")
 # Live on public names alone.
 OUTSIDE = (
   "__main__",
   "cli",
   "compare",
-  "data_command",
   "integrations",
   "scaling",
   "tickets",
@@ -156,18 +145,22 @@ def test_a_room_on_its_own_knows_no_other(room):
 @pytest.mark.parametrize("name", BESIDE)
 def test_what_stands_beside_the_core_knows_its_bottom_only(name):
   # What the command line offers is told by its own tables.
-  allowed = BOTTOM | set(BESIDE) | {"_state", "base_updater", "cli", ""}
+  allowed = BOTTOM | set(BESIDE) | {"updater", "base_updater", "cli", ""}
   for path in files(name):
     if path.exists() and not path.stem.endswith("command"):
       assert imports(path) <= allowed, path
+      assert modules(path, "updater") <= {"state", "prunable"}, path
 
 
 def test_pruning_after_training_knows_the_core_and_the_sparse_files():
-  allowed = set().union(*CORE) | {"sparse", "post_training", "archives"}
+  allowed = set().union(*CORE) | {"sparse", "post_training"}
   for path in files("post_training"):
-    # Its command brings data sets along.
-    more = {"datasets"} if path.stem.endswith("command") else set()
-    assert imports(path) <= allowed | more, path
+    # Its commands bring data sets along; its models are read from archives.
+    if path.stem.endswith("command"):
+      assert imports(path) <= allowed | {"datasets"}, path
+    else:
+      assert imports(path) <= allowed | {"datasets"}, path
+      assert modules(path, "datasets") <= {"archives"}, path
 
 
 def test_training_at_kept_size_knows_the_core_and_the_sparse_kernels():
@@ -176,11 +169,27 @@ def test_training_at_kept_size_knows_the_core_and_the_sparse_kernels():
     assert imports(path) <= allowed, path
 
 
-@pytest.mark.parametrize("name", ["archives", "datasets"])
-def test_data_and_archives_know_nothing_of_pruning(name):
-  for path in files(name):
-    assert imports(path) <= {"archives", "datasets"}, path
+def test_data_and_archives_know_nothing_of_pruning():
+  for path in files("datasets"):
+    assert imports(path) <= {"datasets"}, path
     assert outside(path) <= {"numpy"}, path
+
+
+@pytest.mark.quick
+def test_the_core_algorithms_do_not_need_those_of_single_papers():
+  for path in files("algorithms"):
+    if path.parent.name != "contrib" and path.stem != "__init__":
+      assert "contrib" not in modules(path, "algorithms"), path
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("old", jaxpruner._MOVED)
+def test_a_module_that_moved_is_found_under_both_paths(old):
+  new = importlib.import_module(f"jaxpruner.{jaxpruner._MOVED[old]}")
+  assert importlib.import_module(f"jaxpruner.{old}") is new
+  parent, _, name = f"jaxpruner.{old}".rpartition(".")
+  assert getattr(importlib.import_module(parent), name) is new
+  assert new.__spec__.name == f"jaxpruner.{jaxpruner._MOVED[old]}"
 
 
 @pytest.mark.parametrize("name", OUTSIDE)

@@ -17,8 +17,6 @@ import reference
 
 import jaxpruner
 from jaxpruner import (
-  _deprecation,
-  _registry,
   api,
   mask_calculator,
   sparsity_distributions,
@@ -26,6 +24,7 @@ from jaxpruner import (
   sparsity_types,
   utils,
 )
+from jaxpruner._tools import deprecation, registry
 from jaxpruner.algorithms import pruners, sparse_trainers
 
 SCORES = np.random.default_rng(0).normal(size=(8, 6)).astype(np.float32)
@@ -34,7 +33,7 @@ SCORES = np.random.default_rng(0).normal(size=(8, 6)).astype(np.float32)
 @contextlib.contextmanager
 def told(*words):
   """Expect one deprecation note that holds these words."""
-  with pytest.warns(_deprecation.JaxprunerDeprecationWarning) as caught:
+  with pytest.warns(deprecation.JaxprunerDeprecationWarning) as caught:
     yield
   notes = [str(w.message) for w in caught]
   assert any(all(word in note for word in words) for note in notes), notes
@@ -49,7 +48,7 @@ def test_the_table_of_algorithms_is_a_mapping_of_names():
     assert api.ALGORITHM_REGISTRY is table
   with told("all_algorithm_names()"):
     assert jaxpruner.all_algorithm_names() == api.ALGORITHMS
-  with _registry.restored():
+  with registry.restored():
     table["mine"] = jaxpruner.MagnitudePruning
     assert "mine" in jaxpruner.all_algorithm_names()
 
@@ -384,3 +383,38 @@ def test_saliency_scores_leaves_that_would_not_be_pruned():
 def test_other_names_are_still_unknown(module, name):
   with pytest.raises(AttributeError, match=name):
     getattr(module, name)
+
+
+def test_topk_fn_is_that_of_the_sparsity_type_unless_given():
+  kind = sparsity_types.NByM(1, 2, axis=0)
+  pruner = jaxpruner.MagnitudePruning(sparsity_type=kind)
+  assert np.array_equal(pruner.topk_fn(SCORES, 0.5), kind.mask(SCORES, 0.5))
+  other = dataclasses.replace(pruner, sparsity_type=sparsity_types.Channel())
+  assert other.topk_fn.sparsity_type == sparsity_types.Channel()
+  assert pruner == dataclasses.replace(pruner) != other
+  assert hash(pruner) == hash(dataclasses.replace(pruner))
+  by_path = jaxpruner.MagnitudePruning(sparsity_type={"a": kind})
+  assert by_path.topk_fn is None  # it depends on the leaf
+  given = mask_calculator.topk_mask_calculator
+  own = dataclasses.replace(pruner, topk_fn=given)
+  assert own.topk_fn is given and own != pruner
+  assert "topk_fn" not in jaxpruner.config_from_updater(
+    jaxpruner.create_updater_from_config(
+      {"algorithm": "magnitude", "sparsity": 0.5}
+    )
+  )
+
+
+def test_overrides_that_call_topk_fn_choose_masks():
+  @dataclasses.dataclass
+  class Mine(jaxpruner.MagnitudePruning):
+    def create_masks(self, scores, sparsities):
+      return jax.tree.map(self.topk_fn, scores, sparsities)
+
+  uniform = functools.partial(sparsity_distributions.uniform, sparsity=0.5)
+  params = {"w": jnp.asarray(SCORES)}
+  found = Mine(sparsity_distribution_fn=uniform).instant_sparsify(params)
+  wanted = jaxpruner.MagnitudePruning(
+    sparsity_distribution_fn=uniform
+  ).instant_sparsify(params)
+  assert np.array_equal(found[1]["w"], wanted[1]["w"])

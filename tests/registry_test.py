@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from jaxpruner._registry import Registry, restored
+from jaxpruner._tools.registry import Registry, restored
 
 
 def make(name, module, qualname=None):

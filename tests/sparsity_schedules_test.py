@@ -11,6 +11,7 @@ import pytest
 import reference
 
 from jaxpruner import sparsity_schedules as schedules
+from jaxpruner._tools import registry
 
 WINDOW = 48  # one length of step vectors, so that programs are reused
 
@@ -145,7 +146,9 @@ def test_one_shot_is_dense_before_and_at_target_from_its_step(
 
 @hypothesis.given(starts)
 def test_no_update_schedule_never_updates(step):
-  assert schedules.NoUpdateSchedule().is_mask_update_iter(step) is False
+  schedule = schedules.NoUpdateSchedule()
+  assert schedule.is_mask_update_iter(step) is False
+  assert schedule.get_sparsity_at_step({"w": 0.5}, step) == {"w": 0.5}
 
 
 nonsense = st.one_of(
@@ -180,8 +183,29 @@ def test_an_end_before_the_start_raises(gap, end):
   for kind in (schedules.PeriodicSchedule, schedules.PolynomialSchedule):
     with pytest.raises(ValueError, match="update_start_step"):
       kind(1, end + gap, end)
-  with pytest.raises(ValueError, match="update_freq=0"):
-    schedules.PeriodicSchedule(0, end, end + gap)
+  for kind in schedules.SCHEDULES.values():
+    if issubclass(kind, schedules.PeriodicSchedule):
+      with pytest.raises(ValueError, match="update_freq=0"):
+        kind(0, end, end + gap)
+
+
+@pytest.mark.parametrize("step", [-1, 0.5, "3", None, True])
+def test_one_shot_asks_for_a_step(step):
+  with pytest.raises(ValueError, match="target_step"):
+    schedules.OneShotSchedule(step)
+
+
+def test_a_schedule_is_registered_by_its_name():
+  class Mine(schedules.BaseSchedule):
+    pass
+
+  with registry.restored():
+    assert schedules.register_schedule("mine")(Mine) is Mine
+    assert schedules.SCHEDULES["mine"] is Mine
+    for wrong in (Mine(), int, "mine"):
+      with pytest.raises(ValueError, match="subclass of"):
+        schedules.register_schedule("wrong")(wrong)
+    assert "wrong" not in schedules.SCHEDULES
 
 
 @pytest.mark.parametrize("jitted", [False, True])

@@ -15,6 +15,7 @@ import training
 from training import KERNELS, STEPS, Run
 
 import jaxpruner
+from jaxpruner.updater import seeds
 
 cache = functools.cache
 
@@ -420,8 +421,10 @@ def drawn(dtype):
 
 @hypothesis.given(st.integers(0, 2**31 - 1))
 def test_random_scores_do_not_depend_on_dtype_and_a_key_is_its_seed(seed):
-  key = jaxpruner.RandomPruning(rng_seed=jax.random.key(seed))._key(None)
-  assert same(key, jaxpruner.RandomPruning(rng_seed=seed)._key(None))
+  typed = jaxpruner.RandomPruning(rng_seed=jax.random.key(seed))
+  plain = jaxpruner.RandomPruning(rng_seed=seed)
+  key = seeds.key_of(typed, None)
+  assert same(key, seeds.key_of(plain, None))
   wide = drawn(jnp.float32)(key)
   assert wide["a"]["kernel"].dtype == jnp.float32
   for dtype in (jnp.bfloat16, jnp.float16):

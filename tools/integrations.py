@@ -99,6 +99,7 @@ FRAMEWORKS = {
   "purejaxrl": Framework("PureJaxRL", "", "purejaxrl", "Orbax", ("purejaxrl",)),
   "easydel": Framework("EasyDeL", "easydel", "easydel", "its own"),
   "levanter": Framework("Levanter", "levanter", "levanter", "its own"),
+  "libtpu": Framework("TPU, compiled by libtpu", "libtpu", "libtpu", "—"),
 }
 # What could not be run, and why.
 ABSENT = [

@@ -1,6 +1,7 @@
 """Change the code in small ways, and see whether a room's own tests notice.
 
     python tools/mutate.py safetensors --seconds 120
+    python tools/mutate.py safetensors --survivors
     python tools/mutate.py --list
 
 A mutation is one edit of the syntax tree: a comparison, an operator, a
@@ -8,7 +9,8 @@ constant, a condition or a statement. It is killed if the room's tests fail,
 survives if they pass. The room's files are copied with `src` into a temporary
 folder, so that the checkout never changes; mutations are drawn in an order
 that the seed decides, until the budget is spent. Scores are kept in
-`tools/mutation_scores.json`, survivors with file, line and edit.
+`tools/mutation_scores.json`, survivors with file, line and edit; with
+`--survivors` only these are tried again, after a test was written for them.
 """
 
 import argparse
@@ -25,7 +27,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Iterator
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
@@ -49,8 +51,11 @@ ROOMS = {
     ["tests/sparse/files", "tests/trust/limits_test.py"],
   ),
   "structure": (["sparse/structure.py"], ["tests/sparse/files"]),
-  "atomic": (["_atomic.py"], ["tests/trust/atomic_test.py"]),
-  "fingerprint": (["_fingerprint.py"], ["tests/trust/fingerprint_test.py"]),
+  "atomic": (["_tools/atomic.py"], ["tests/trust/atomic_test.py"]),
+  "fingerprint": (
+    ["_tools/fingerprint.py"],
+    ["tests/trust/fingerprint_test.py"],
+  ),
   "orbax": (
     ["integrations/orbax.py"],
     ["tests/integrations/orbax_test.py", "tests/trust/orbax_test.py"],
@@ -67,7 +72,7 @@ ROOMS = {
   "masks": (["mask_calculator.py"], ["tests/mask_calculator_test.py"]),
   "engine": (["engine"], ["tests/engine", "tests/mask_calculator_test.py"]),
   "updater": (
-    ["base_updater.py"],
+    ["base_updater.py", "updater"],
     ["tests/algorithms/contract_test.py", "tests/bad_input_test.py"],
   ),
   "trainers": (["algorithms/sparse_trainers.py"], ["tests/algorithms"]),
@@ -194,6 +199,29 @@ def apply(mutation: Mutation) -> str:
   return ast.unparse(ast.fix_missing_locations(Replace().visit(tree)))
 
 
+class QuickestFirst:
+  """A plugin of pytest: run tests in the order of their last durations.
+
+  Most mutations are killed by a short test, and the first failure is enough.
+  """
+
+  def __init__(self, file: pathlib.Path) -> None:
+    self.file = file
+    self.took = json.loads(file.read_text()) if file.exists() else {}
+
+  def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+    items.sort(key=lambda item: self.took.get(item.nodeid, 0.0))
+
+  def pytest_runtest_logreport(self, report: Any) -> None:
+    self.took[report.nodeid] = max(
+      self.took.get(report.nodeid, 0.0), report.duration
+    )
+
+  def pytest_sessionfinish(self, exitstatus: int) -> None:
+    if not exitstatus:
+      self.file.write_text(json.dumps(self.took))
+
+
 def run_tests(source: pathlib.Path, tests: list[str], timeout: float) -> str:
   """Return "passed", "failed" or "timeout".
 
@@ -229,13 +257,29 @@ def _run_in_child(source: pathlib.Path, tests: list[str]) -> NoReturn:
     os.dup2(null, 1)
     os.dup2(null, 2)
     options = ["-x", "-q", "-n", "0", "-m", "not slow", "-p"]
-    code = int(pytest.main([*options, "no:cacheprovider", *tests]))
+    order = QuickestFirst(source.parent / "durations.json")
+    words = [*options, "no:cacheprovider", *tests]
+    code = int(pytest.main(words, plugins=[order]))
   finally:
     os._exit(code)
 
 
-def score(room: str, seconds: float, seed: int) -> dict:
-  """Try mutations of a room until the time is spent; return its score."""
+def score(
+  room: str,
+  seconds: float,
+  count: int,
+  seed: int,
+  again: dict | None = None,
+) -> dict:
+  """Try mutations of a room until the budget is spent; return its score.
+
+  Args:
+    room: a key of `ROOMS`.
+    seconds: the time to spend.
+    count: the number of mutations to try at most.
+    seed: of their order.
+    again: a kept score; only its survivors are tried, and it is updated.
+  """
   names, tests = ROOMS[room]
   tried, survivors = 0, []
   with tempfile.TemporaryDirectory(prefix="mutate-") as folder:
@@ -245,16 +289,19 @@ def score(room: str, seconds: float, seed: int) -> dict:
       shutil.copytree(
         ROOT / "src", copy_, ignore=shutil.ignore_patterns("__pycache__")
       )
-    mutations = [
-      m for path in _files(whole / "jaxpruner", names) for m in find(path)
-    ]
-    random.Random(seed).shuffle(mutations)
+    package = whole / "jaxpruner"
+    mutations = [m for path in _files(package, names) for m in find(path)]
+    possible = len(mutations)
+    if again is None:
+      random.Random(seed).shuffle(mutations)
+    else:
+      mutations = _survivors(mutations, package, again["survivors"])
     start = time.monotonic()
     if run_tests(source, tests, 10 * seconds) != "passed":
       raise SystemExit(f"{room}: the tests fail without a mutation")
     alone = time.monotonic() - start
     end = time.monotonic() + seconds
-    for mutation in mutations:
+    for mutation in mutations[:count]:
       if time.monotonic() > end:
         break
       where = mutation.path.relative_to(whole)
@@ -262,20 +309,40 @@ def score(room: str, seconds: float, seed: int) -> dict:
       verdict = run_tests(source, tests, 60 + 5 * alone)
       shutil.copy(mutation.path, source / where)
       tried += 1
-      text = (
-        f"{where.relative_to('jaxpruner')}:{mutation.line} {mutation.kind}: "
-        f"{mutation.before}"
-      )
+      text = _text(mutation, package)
       print(f"{verdict:8} {text}", flush=True)
       if verdict == "passed":
         survivors.append(text)
+  if again is not None:
+    # Survivors that were not reached are survivors still.
+    survivors += [_text(m, package) for m in mutations[tried:]]
+    tried = again["tried"]
   return {
     "tried": tried,
     "killed": tried - len(survivors),
-    "of": len(mutations),
-    "seed": seed,
+    "of": possible,
+    "seed": seed if again is None else again["seed"],
     "survivors": sorted(survivors),
   }
+
+
+def _text(mutation: Mutation, package: pathlib.Path) -> str:
+  where = mutation.path.relative_to(package)
+  return f"{where}:{mutation.line} {mutation.kind}: {mutation.before}"
+
+
+def _survivors(
+  mutations: list[Mutation], package: pathlib.Path, texts: list[str]
+) -> list[Mutation]:
+  """Return the mutations that survived; several may read alike."""
+  found = [m for m in mutations if _text(m, package) in texts]
+  lost = set(texts) - {_text(m, package) for m in found}
+  if lost:
+    raise SystemExit(
+      f"{len(lost)} survivors are no longer in the code, such as "
+      f"{min(lost)!r}; score the room anew"
+    )
+  return found
 
 
 def _files(package: pathlib.Path, names: list[str]) -> list[pathlib.Path]:
@@ -286,19 +353,28 @@ def _files(package: pathlib.Path, names: list[str]) -> list[pathlib.Path]:
   return paths
 
 
+def _kept() -> dict:
+  return json.loads(SCORES.read_text()) if SCORES.exists() else {}
+
+
 def main() -> int:
   parser = argparse.ArgumentParser(description=__doc__)
   parser.add_argument("rooms", nargs="*", metavar="ROOM", help="; ".join(ROOMS))
   parser.add_argument("--seconds", type=float, default=600, help="per room")
+  parser.add_argument("--count", type=int, default=1000, help="per room")
   parser.add_argument("--seed", type=int, default=0, help="of the order")
+  parser.add_argument(
+    "--survivors", action="store_true", help="try kept survivors again"
+  )
   parser.add_argument("--list", action="store_true", help="show kept scores")
   args = parser.parse_args()
-  kept = json.loads(SCORES.read_text()) if SCORES.exists() else {}
   if not args.list:
     for room in args.rooms or ROOMS:
-      kept[room] = score(room, args.seconds, args.seed)
-      text = json.dumps(kept, indent=1, sort_keys=True) + "\n"
-      SCORES.write_text(text)
+      again = _kept()[room] if args.survivors else None
+      found = score(room, args.seconds, args.count, args.seed, again)
+      kept = {**_kept(), room: found}  # another process may have added rooms
+      SCORES.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n")
+  kept = _kept()
   for room, found in sorted(kept.items()):
     rate = found["killed"] / max(found["tried"], 1)
     print(

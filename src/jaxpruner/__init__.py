@@ -4,7 +4,10 @@ Names are imported on first use, so that `jaxpruner --help` needs no JAX.
 """
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
+
+from jaxpruner._tools import on_use
 
 if TYPE_CHECKING:
   from jaxpruner import activations as activations
@@ -14,14 +17,10 @@ if TYPE_CHECKING:
   from jaxpruner import sparsity_schedules as sparsity_schedules
   from jaxpruner import sparsity_types as sparsity_types
   from jaxpruner import structures as structures
-  from jaxpruner._state import Category as Category
-  from jaxpruner._state import SparseState as SparseState
-  from jaxpruner._state import apply_mask as apply_mask
-  from jaxpruner._state import find_state as find_state
   from jaxpruner.algorithms import *  # noqa: F403
   from jaxpruner.algorithms import criteria as criteria
   from jaxpruner.algorithms import redistribution as redistribution
-  from jaxpruner.algorithms import transforms as transforms
+  from jaxpruner.algorithms.contrib import transforms as transforms
   from jaxpruner.api import algorithm_category as algorithm_category
   from jaxpruner.api import algorithm_class as algorithm_class
   from jaxpruner.api import all_algorithm_names as all_algorithm_names
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
   from jaxpruner.config.codec import parse_sparsity_type as parse_sparsity_type
   from jaxpruner.inspect import cost as report  # noqa: F401
   from jaxpruner.inspect import metrics as metrics
+  from jaxpruner.inspect import plot as plot
   from jaxpruner.inspect.doctor import check as check
   from jaxpruner.inspect.metrics import (
     layers_near_collapse as layers_near_collapse,
@@ -61,6 +61,10 @@ if TYPE_CHECKING:
   from jaxpruner.sparsity_types import (
     register_sparsity_type as register_sparsity_type,
   )
+  from jaxpruner.updater.state import Category as Category
+  from jaxpruner.updater.state import SparseState as SparseState
+  from jaxpruner.updater.state import apply_mask as apply_mask
+  from jaxpruner.updater.state import find_state as find_state
 
 # Names that the paper's library had here; `_legacy` says what they are now.
 _OLD_NAMES = (
@@ -74,7 +78,7 @@ _OLD_NAMES = (
 # Module -> the public names it defines. The classes of `algorithms`, and
 # `chain`, are public too.
 _HOMES = {
-  "_state": ("Category", "SparseState", "apply_mask", "find_state"),
+  "updater.state": ("Category", "SparseState", "apply_mask", "find_state"),
   "api": (
     "algorithm_category",
     "algorithm_class",
@@ -105,8 +109,35 @@ _HOMES = {
   ),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
-# `allocation`, `criteria`, … are the paths that these modules had before they
-# moved into packages; each has a file that stands for the module.
+# Old path -> the module that it gives. All of them can still be imported.
+_MOVED = {
+  "allocation": "sparsity_distributions.allocation",
+  "archives": "datasets.archives",
+  "criteria": "algorithms.criteria",
+  "metrics": "inspect.metrics",
+  "plot": "inspect.plot",
+  "redistribution": "algorithms.redistribution",
+  "report": "inspect.cost",
+  "transforms": "algorithms.contrib.transforms",
+} | {
+  f"algorithms.{family}": f"algorithms.contrib.{family}"
+  for family in (
+    "alternating",
+    "at_init",
+    "coupled",
+    "cram",
+    "decaying",
+    "dynamic",
+    "fisher",
+    "imp",
+    "movement",
+    "powerprop",
+    "soft_threshold",
+    "top_kast",
+    "transforms",
+  )
+}
+sys.meta_path.append(on_use.MovedModules(__name__, _MOVED))
 _MODULES = (
   "activations",
   "algorithms",

@@ -10,14 +10,13 @@ out.
 import dataclasses
 import fnmatch
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxpruner import mask_calculator
 from jaxpruner._tools import nearest as nearest
 
 PyTree: TypeAlias = Any
@@ -105,16 +104,13 @@ def is_absent(node: Any) -> bool:
   return node is None or isinstance(node, optax.MaskedNode)
 
 
-is_dense = is_absent
-
-
-def show(tree: PyTree) -> PyTree:
+def with_none(tree: PyTree) -> PyTree:
   """Return a tree of a state with `None` where it holds nothing."""
   clear = lambda node: None if is_absent(node) else node
   return jax.tree.map(clear, tree, is_leaf=is_absent)
 
 
-def hide(tree: PyTree) -> PyTree:
+def without_none(tree: PyTree) -> PyTree:
   """Return a tree as a state holds it: `ABSENT` in the place of `None`."""
   clear = lambda node: ABSENT if is_absent(node) else node
   return jax.tree.map(clear, tree, is_leaf=is_absent)
@@ -155,9 +151,9 @@ def fill(tree: PyTree, entries: list[Any]) -> PyTree:
     leaves, inside = jax.tree.flatten(node)
     own = [next(left) for _ in leaves]
     if len(own) != 1:
-      filled.append(inside.unflatten(map(hide, own)))
+      filled.append(inside.unflatten(map(without_none, own)))
     elif is_absent(own[0]) or np.shape(own[0]) != np.shape(leaves[0]):
-      filled.append(hide(own[0]))
+      filled.append(without_none(own[0]))
     else:
       filled.append(inside.unflatten(own))
   return treedef.unflatten(filled)
@@ -166,18 +162,20 @@ def fill(tree: PyTree, entries: list[Any]) -> PyTree:
 def align(tree: PyTree, other: PyTree, name: str = "masks") -> list[Any]:
   """Return `other`'s entry for each leaf of `tree`, `None` where dense."""
   treedef = jax.tree.structure(tree)
-  if is_dense(other):
+  if is_absent(other):
     return [None] * treedef.num_leaves
   try:
     entries = treedef.flatten_up_to(other)
   except (ValueError, TypeError, KeyError):
     entries = _align_by_path(tree, other, name)
-  return [None if is_dense(entry) else entry for entry in entries]
+  return [None if is_absent(entry) else entry for entry in entries]
 
 
 def _align_by_path(tree: PyTree, other: PyTree, name: str) -> list[Any]:
   # Partitioned optimizers replace whole subtrees by one MaskedNode.
-  table = dict(jax.tree_util.tree_flatten_with_path(other, is_leaf=is_dense)[0])
+  table = dict(
+    jax.tree_util.tree_flatten_with_path(other, is_leaf=is_absent)[0]
+  )
   entries = []
   for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]:
     prefixes = (path[:n] for n in range(len(path), -1, -1))
@@ -185,7 +183,7 @@ def _align_by_path(tree: PyTree, other: PyTree, name: str) -> list[Any]:
     if (
       found is None
       or not (
-        is_dense(table[found])
+        is_absent(table[found])
         # A scalar that stands for a boxed leaf has no box.
         or all(map(_wraps, path[len(found) :]))
       )
@@ -212,158 +210,6 @@ def map_masks(
   columns = [align(tree, other, name) for other in others]
   return treedef.unflatten(
     [fn(*leaf, *row) for leaf, *row in zip(leaves, *columns, strict=True)]
-  )
-
-
-class Prunable(NamedTuple):
-  """The prunable leaves of a parameter tree: what an algorithm handles.
-
-  `updater.view(params)` makes it. All lists have one entry per prunable leaf,
-  in the order of the tree; dense leaves, `None` and packed bits do not show. A
-  stacked leaf shows as its slices, each of them a leaf.
-
-  Attributes:
-    names: path of each prunable leaf.
-    kinds: its sparsity type.
-    targets: the sparsity it is heading for.
-    params: the parameters.
-    packed: whether stored masks hold one bit per weight.
-    places: index of each prunable leaf among all leaves.
-    among: paths of all leaves, and of slices in the place of stacked ones.
-    cuts: where in the leaf a slice lies; None for a leaf that is no stack.
-  """
-
-  names: tuple[Names, ...]
-  kinds: tuple[Any, ...]
-  targets: tuple[Any, ...]
-  params: PyTree
-  packed: bool
-  places: tuple[int, ...]
-  among: tuple[Names, ...]
-  cuts: tuple[Any, ...]
-
-  @property
-  def leaves(self) -> list[Any]:
-    """The prunable parameters."""
-    return self.split(jax.tree.leaves(self.params))
-
-  @property
-  def stacks(self) -> list[list[int]]:
-    """The positions, in the lists here, of the layers of each stacked leaf."""
-    found: dict[int, list[int]] = {}
-    for i, (place, cut) in enumerate(zip(self.places, self.cuts, strict=True)):
-      if cut is not None and cut.size > 1:
-        found.setdefault(place, []).append(i)
-    return list(found.values())
-
-  def split(self, column: list[Any]) -> list[Any]:
-    """Return an entry per prunable leaf, given one for each leaf of the tree.
-
-    Args:
-      column: entries in the order of the tree, stacked leaves whole.
-
-    Returns:
-      A list, one entry per prunable leaf.
-    """
-    leaves = jax.tree.leaves(self.params)
-    return [
-      column[i] if cut is None else cut.take(column[i], leaves[i].shape)
-      for i, cut in zip(self.places, self.cuts, strict=True)
-    ]
-
-  def merge(self, entries: Iterable[Any]) -> dict[int, Any]:
-    """Return place -> entry for the whole leaf: the inverse of `split`.
-
-    Args:
-      entries: one per prunable leaf.
-
-    Returns:
-      A dict; the places of dense leaves are missing.
-    """
-    parts: dict[int, list[Any]] = {}
-    for place, entry in zip(self.places, entries, strict=True):
-      parts.setdefault(place, []).append(entry)
-    cut_at = dict(zip(self.places, self.cuts, strict=True))
-    leaves = jax.tree.leaves(self.params)
-    return {
-      i: found[0] if cut_at[i] is None else cut_at[i].put(found, leaves[i])
-      for i, found in parts.items()
-    }
-
-  def of(self, tree: PyTree, name: str = "masks") -> list[Any]:
-    """Return a tree's entries for the prunable leaves, masks unpacked.
-
-    Args:
-      tree: a tree like the parameters: gradients, moments, scores, or masks as
-        a state stores them. It may hold `None` where a leaf stays dense.
-      name: what an error calls the tree.
-
-    Returns:
-      A list, one entry per prunable leaf.
-    """
-    entries = align(self.params, tree, name)
-    leaves = jax.tree.leaves(self.params)
-    for place, names in dict(zip(self.places, self.names, strict=True)).items():
-      if entries[place] is None:
-        raise ValueError(
-          f"{name}: no entry for params leaf {join(names)!r}, which is pruned; "
-          f"pass the {name} of all params"
-        )
-      # All prunable leaves are floats, so packed uint8 entries are masks.
-      if self.packed and getattr(entries[place], "dtype", None) == jnp.uint8:
-        entries[place] = unpack(entries[place], leaves[place])
-    return self.split(entries)
-
-  def put(self, tree: PyTree, entries: Iterable[Any]) -> PyTree:
-    """Return `tree` with these entries in place of the prunable leaves.
-
-    Args:
-      tree: a tree like the parameters; `None` makes all dense leaves `None`.
-      entries: one per prunable leaf.
-
-    Returns:
-      A tree of the structure of the parameters.
-    """
-    result = align(self.params, tree, "tree")
-    for place, entry in self.merge(entries).items():
-      result[place] = entry
-    return jax.tree.structure(self.params).unflatten(result)
-
-  def map(self, fn: Callable[..., Any], *trees: PyTree) -> PyTree:
-    """Apply a function to each prunable leaf; others stay as in the first tree.
-
-    Args:
-      fn: takes one entry of each tree.
-      *trees: trees like the parameters, masks packed or not.
-
-    Returns:
-      The first tree, prunable leaves replaced by `fn`'s results.
-    """
-    return self.put(trees[0], map(fn, *(self.of(t, "trees") for t in trees)))
-
-  def store(self, entries: Iterable[Any]) -> PyTree:
-    """Return the tree that a state keeps: masks packed, if they are.
-
-    Args:
-      entries: one per prunable leaf: masks, or other arrays or scalars.
-
-    Returns:
-      A tree of the structure of the parameters; dense leaves are `ABSENT`.
-    """
-    stored: list[Any] = [None] * jax.tree.structure(self.params).num_leaves
-    for place, entry in self.merge(entries).items():
-      if self.packed and getattr(entry, "dtype", None) == jnp.uint8:
-        entry = with_auto_axes(mask_calculator.pack_mask, entry)
-      stored[place] = entry
-    return fill(self.params, stored)
-
-
-def unpack(mask: jax.Array, param: jax.Array) -> jax.Array:
-  """Return the uint8 mask that packed bits stand for, laid out like `param`."""
-  return with_auto_axes(
-    lambda mask: mask_calculator.unpack_mask(mask, param.shape),
-    mask,
-    like=param,
   )
 
 

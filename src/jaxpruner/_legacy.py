@@ -7,6 +7,7 @@ stands for is imported when it is called, so every layer may offer its old
 names.
 """
 
+import dataclasses
 import functools
 import importlib
 import math
@@ -17,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpruner import _deprecation
+from jaxpruner._tools import deprecation
 
 _SINCE, _GOES = "1.0", "2.0"
 
@@ -27,16 +28,16 @@ def old_names(module: str, frames: int = 3) -> Callable[[str], Any]:
 
   Args:
     module: the module's `__name__`.
-    frames: as in `_deprecation.warn`.
+    frames: as in `deprecation.warn`.
 
   Returns:
     A function from a name to its object; it warns.
   """
   table = {
-    name: _deprecation.Moved(get, _SINCE, _GOES, use)
+    name: deprecation.Moved(get, _SINCE, _GOES, use)
     for name, (get, use) in _NAMES[module].items()
   }
-  return _deprecation.moved_attributes(module, table, frames)
+  return deprecation.moved_attributes(module, table, frames)
 
 
 def renamed_argument(old: str, new: str) -> Callable[[Any], Any]:
@@ -55,8 +56,8 @@ def renamed_argument(old: str, new: str) -> Callable[[Any], Any]:
     def wrapped(self, *args, **kwargs):
       if old in kwargs:
         name = f"{type(self).__name__}.{method.__name__}"
-        _deprecation.warn(
-          _deprecation.message(f"{name}({old}=)", _SINCE, _GOES, f"{new}=")
+        deprecation.warn(
+          deprecation.message(f"{name}({old}=)", _SINCE, _GOES, f"{new}=")
         )
         kwargs[new] = kwargs.pop(old)
       return method(self, *args, **kwargs)
@@ -64,6 +65,45 @@ def renamed_argument(old: str, new: str) -> Callable[[Any], Any]:
     return wrapped
 
   return decorate
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class OfType:
+  """The `topk_fn` of an updater that was given none."""
+
+  sparsity_type: Any
+
+  def __call__(self, scores: Any, sparsity: Any) -> Any:
+    return self.sparsity_type.mask(jnp.asarray(scores), sparsity)
+
+  def __repr__(self) -> str:
+    return "<that of sparsity_type>"
+
+
+class _TopKFn:
+  """The field `topk_fn`: the function that was given, else the type's.
+
+  Overrides written for the paper's library call `self.topk_fn`. What was given
+  is in the updater's `__dict__`, so that a copy with another sparsity type has
+  that type's function.
+  """
+
+  def __get__(self, updater: Any, owner: Any = None) -> Any:
+    if updater is None:
+      return None  # the default of the field
+    given = vars(updater).get("topk_fn")
+    kind = vars(updater).get("sparsity_type")
+    if given is None and callable(getattr(kind, "mask", None)):
+      return OfType(kind)
+    return given
+
+  def __set__(self, updater: Any, value: Any) -> None:
+    vars(updater)["topk_fn"] = None if isinstance(value, OfType) else value
+
+
+def topk_fn() -> Any:
+  """Return the descriptor of `BaseUpdater.topk_fn`."""
+  return _TopKFn()
 
 
 class OldHooks:
@@ -84,8 +124,8 @@ class OldHooks:
     ):
       if old not in own or new in own or cls.__module__ == "jaxpruner._legacy":
         continue
-      _deprecation.warn(
-        _deprecation.message(f"{cls.__name__}.{old}", _SINCE, _GOES, new)
+      deprecation.warn(
+        deprecation.message(f"{cls.__name__}.{old}", _SINCE, _GOES, new)
       )
       setattr(cls, new, _leaf_by_leaf if new == "update_state" else _turn(old))
 
@@ -142,8 +182,6 @@ def spread(updater: Any, scores: Any, sparsity: float) -> Any:
   Returns:
     A tree of sparsities, None for dense leaves.
   """
-  import dataclasses
-
   return dataclasses.replace(updater, sparsity=sparsity).target_sparsities(
     scores
   )

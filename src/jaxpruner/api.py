@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxpruner import _legacy, _tools, algorithms, base_updater
-from jaxpruner._registry import Registry as Registry
+from jaxpruner._tools.registry import Registry as Registry
 from jaxpruner.config import codec, distribution, schedule
 
 _REGISTRY: Registry[type[base_updater.BaseUpdater]] = Registry(
@@ -319,7 +319,7 @@ def _spelled(
   updater: base_updater.BaseUpdater, field: dataclasses.Field
 ) -> dict[str, Any]:
   """Return the configuration keys of one field, with values."""
-  name, value = field.name, getattr(updater, field.name)
+  name, value = field.name, vars(updater)[field.name]
   if name == "sparsity_type":
     return {name: codec.spell_type(value)}
   if name == "scheduler":

@@ -1,10 +1,9 @@
 """The updater: configuration, and the hooks that algorithms share.
 
-`_transform` holds the training step, which calls the hooks.
+`updater.transform` holds the training step, which calls the hooks.
 """
 
 import dataclasses
-import warnings
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -15,16 +14,25 @@ import optax
 from jaxpruner import (
   _leaves,
   _legacy,
-  _ranking,
-  _transform,
-  _view,
   engine,
   mask_calculator,
-  sparsity_distributions,
   sparsity_schedules,
   sparsity_types,
 )
-from jaxpruner._state import (
+from jaxpruner.updater import (
+  at_once,
+  checks,
+  hidden,
+  prunable,
+  ranking,
+  seeds,
+  selecting,
+  start,
+  transform,
+)
+from jaxpruner.updater.masks import hold_at_zero, replace_masks
+from jaxpruner.updater.prunable import UNSET, Prunable
+from jaxpruner.updater.state import (
   Array,
   Category,
   Masks,
@@ -32,17 +40,10 @@ from jaxpruner._state import (
   SparseState,
   Sparsities,
   apply_mask,
-  draw,
   find_state,
   frozen,
   masked_forward,
-  new_tally,
-  params_key,
-  refuse_nan,
-  replace_masks,
-  seed_data,
 )
-from jaxpruner._view import UNSET
 
 __all__ = [
   "UNSET",
@@ -77,7 +78,8 @@ class BaseUpdater:
       sparsity of each leaf; None means dense.
     rng_seed: int or key; by default derived from the parameters at `init`.
     use_packed_masks: store masks at 1 bit per weight instead of 8.
-    topk_fn: `(scores, sparsity) -> mask`, replaces the sparsity type.
+    topk_fn: `(scores, sparsity) -> mask`, replaces the sparsity type; where
+      none is given it reads as the type's own.
     track_exploration: keep the union of all masks so far, which takes another
       byte (or bit) per weight; it gives the share of weights ever trained (Liu
       et al., 2021).
@@ -113,7 +115,7 @@ class BaseUpdater:
   sparsity_distribution_fn: Callable[..., Sparsities] | None = UNSET
   rng_seed: Any = None
   use_packed_masks: bool = False
-  topk_fn: Callable[[Array, Any], Array] | None = None
+  topk_fn: Callable[[Array, Any], Array] | None = _legacy.topk_fn()
   track_exploration: bool = False
   continue_sparse: bool = False
   master_dtype: Any = None
@@ -128,6 +130,8 @@ class BaseUpdater:
   reselects: ClassVar[bool] = False
   # Whether removed weights may return, with fresh optimizer moments.
   regrows: ClassVar[bool] = False
+  # Whether the targets follow from the fields and the shapes of leaves alone.
+  targets_by_shape: ClassVar[bool] = True
   # The fields of the state that `update_state` changes, beside the masks. A
   # class that overrides it without saying which may change all of them.
   changes: ClassVar[tuple[str, ...]] = ()
@@ -148,9 +152,9 @@ class BaseUpdater:
         break
 
   def __post_init__(self):
-    _view.check_fields(self)
+    checks.check_fields(self)
     if self.ranking == "global":
-      _ranking.check_fields(self)
+      ranking.check_fields(self)
 
   def __eq__(self, other: object) -> bool:
     if not isinstance(other, BaseUpdater) or type(self) is not type(other):
@@ -168,11 +172,6 @@ class BaseUpdater:
   def needs(self) -> frozenset[str]:
     """The inputs of the scores: the category's, and those of its parts."""
     return self.category.needs
-
-  @property
-  def hides(self) -> bool:
-    """Whether the state keeps weights that params do not show as they are."""
-    return self.straight_through or self.master_dtype is not None
 
   # --- hooks that an algorithm may override --------------------------------
 
@@ -258,7 +257,7 @@ class BaseUpdater:
     """
     view = self.view(params, target_sparsities)
     if self.reselects and "gradients" not in self.needs:
-      scores = view.of(self._calculate(params), "scores")
+      scores = view.of(selecting.calculate(self, params), "scores")
       start = SparseState(target_sparsities=target_sparsities, count=0)
       wanted = self.sparsities_at(view, start, 0)
       return view.put(None, self._select(view, scores, wanted).masks)
@@ -323,7 +322,7 @@ class BaseUpdater:
     view = self.view(params)
     if not view.names or self.category.when == "before":
       return sparse_state
-    scores = self._scores(view, sparse_state, grads, extra)
+    scores = selecting.scores_of(self, view, sparse_state, grads, extra)
     wanted = self.sparsities_at(view, sparse_state, sparse_state.count)
     stats = sparse_state.stats
     hint = stats.get("hint") if isinstance(stats, dict) else None
@@ -361,7 +360,7 @@ class BaseUpdater:
     del state, params
     return grads
 
-  def lift(self, params: PyTree, state: SparseState) -> PyTree:
+  def invert_forward(self, params: PyTree, state: SparseState) -> PyTree:
     """Return dense weights for parameters that were changed from outside.
 
     Args:
@@ -467,21 +466,7 @@ class BaseUpdater:
       >>> pruner.dense_params(jnp.array([[3.0, 0, 0, -5]]), state).tolist()
       [[3.0, -1.0, 2.0, -5.0]]
     """
-    state = find_state(opt_state)
-    hidden = _leaves.align(params, state.hidden, "hidden")
-    if not self.hides or all(w is None for w in hidden):
-      return params
-    leaves, treedef = jax.tree.flatten(params)
-    pairs = [*zip(leaves, hidden, strict=True)]
-    dense = treedef.unflatten([p if w is None else w for p, w in pairs])
-    shown = _leaves.align(params, self.forward(dense, state))
-    lifted = _leaves.align(params, self.lift(params, state))
-    return treedef.unflatten(
-      [
-        p if w is None else jnp.where(p == s.astype(p.dtype), w, new)
-        for (p, w), s, new in zip(pairs, shown, lifted, strict=True)
-      ]
-    )
+    return hidden.dense(self, params, find_state(opt_state))
 
   @_legacy.renamed_argument("sparse_state", "opt_state")
   def post_gradient_update(self, params: PyTree, opt_state: PyTree) -> PyTree:
@@ -510,7 +495,7 @@ class BaseUpdater:
       4.0
     """
     state = find_state(opt_state)
-    _transform.check_made_by(self, params, state)
+    checks.check_made_by(self, params, state)
     return self.apply_masks(params, state.masks)
 
   # --- methods that an algorithm may call ----------------------------------
@@ -540,7 +525,7 @@ class BaseUpdater:
       >>> optax.apply_updates(params, updates).tolist()
       [[2.5, 0.0, 0.0, -4.5]]
     """
-    return _transform.wrap(self, inner)
+    return transform.wrap(self, inner)
 
   def init_state(self, params: PyTree) -> SparseState:
     """Return the state of step 0, without the state of an optimizer.
@@ -557,41 +542,7 @@ class BaseUpdater:
       >>> pruner.init_state(jnp.ones((2, 2))).masks.tolist()
       [[1, 1], [1, 1]]
     """
-    view = self.view(params)
-    if view.targets and all(
-      isinstance(s, float) and s == 0 for s in view.targets
-    ):
-      warnings.warn(
-        f"{type(self).__name__} will never prune: its target sparsity is 0; "
-        "pass sparsity_distribution_fn=functools.partial("
-        "jaxpruner.sparsity_distributions.uniform, sparsity=0.8)",
-        stacklevel=4,
-      )
-    if self.continue_sparse:
-      kept = [(p != 0).astype(mask_calculator.MASK_DTYPE) for p in view.leaves]
-      masks = view.put(None, kept)
-    else:
-      masks = self.get_initial_masks(params, view.put(None, view.targets))
-    stats = self.init_extra(params, masks)
-    first = _leaves.align(params, masks)
-    masks = view.store(view.split(first))
-    wanted = [jnp.asarray(s, jnp.float32) for s in view.targets]
-    state = SparseState(
-      masks=masks,
-      target_sparsities=view.store(wanted),
-      count=jnp.zeros([], jnp.int32),
-      key=self._key(params) if "random" in self.needs else None,
-      stats=stats,
-      hidden=self._hidden(view),
-    ).without_none()
-    if not view.names:  # checkpoints refuse empty arrays
-      return state
-    tracked = self.track_exploration
-    return state._replace(
-      skipped=jnp.zeros([len(view.names)], jnp.int32),
-      explored=jax.tree.map(jnp.copy, masks) if tracked else _leaves.ABSENT,
-      tally=new_tally(view, masks, tracked),
-    )
+    return start.first_state(self, params)
 
   def instant_sparsify(
     self, params: PyTree, grads: PyTree = None, **extra: Any
@@ -613,42 +564,7 @@ class BaseUpdater:
       >>> params.tolist(), masks.tolist()
       ([[3.0, 0.0, 0.0, -4.0]], [[1, 0, 0, 1]])
     """
-    name = type(self).__name__
-    if self.category.start == "sparse-to-sparse":
-      raise RuntimeError(
-        f"{name} trains sparse from the start, it prunes nothing at once: use "
-        "wrap_optax, and params = pruner.post_gradient_update(params, "
-        "opt_state) after init; for a random mask use RandomPruning"
-      )
-    if self.sparsity_distribution_fn is None:
-      raise ValueError(
-        "instant_sparsify: sparsity_distribution_fn=None says nothing about "
-        "how much to remove; pass functools.partial("
-        "jaxpruner.sparsity_distributions.uniform, sparsity=0.8)"
-      )
-    if "gradients" in self.needs and grads is None:
-      raise ValueError(
-        f"instant_sparsify: {name} scores weights by their gradients; pass "
-        "grads="
-      )
-    view = self.view(params)
-    taken = _transform.accepted(self.calculate_scores, extra)
-    if len(taken) < len(extra):
-      raise TypeError(
-        f"instant_sparsify: {name}.calculate_scores takes no "
-        f"{', '.join(sorted(extra.keys() - taken.keys()))}; leave it out, or "
-        "name it in the signature"
-      )
-    masks = None if extra else _view.select_at_once(self, view, grads)
-    if masks is None:
-      scores = self._calculate(params, grads=grads, **extra)
-      _view.check_scores(self, view, scores)
-      masks = self.create_masks(scores, view.put(None, view.targets))
-    entries = _leaves.align(params, masks)
-    stored = view.store(view.split(entries))
-    return self.apply_masks(params, masks, is_packed=False), _leaves.show(
-      stored
-    )
+    return at_once.prune_at_once(self, params, grads, extra)
 
   @_legacy.renamed_argument("target_sparsity", "sparsities")
   def create_masks(self, scores: PyTree, sparsities: Sparsities) -> Masks:
@@ -673,7 +589,10 @@ class BaseUpdater:
     if self.ranking == "global" and isinstance(sparsities, float):
       sparsities = _legacy.spread(self, scores, sparsities)
     view = self.view(scores, sparsities)
-    return view.put(None, self._choose(view, view.leaves, view.targets).masks)
+    return view.put(
+      None,
+      selecting.keep_highest(self, view, view.leaves, view.targets, None).masks,
+    )
 
   def apply_masks(
     self, params: PyTree, masks: Masks, is_packed: bool | None = None
@@ -698,7 +617,7 @@ class BaseUpdater:
     """
     if is_packed is None:
       is_packed = self.use_packed_masks
-    _transform.check_masks(params, masks, is_packed)
+    checks.check_masks(params, masks, is_packed)
     return _leaves.map_masks(
       lambda _, param, mask: apply_mask(param, mask, is_packed), params, masks
     )
@@ -722,7 +641,7 @@ class BaseUpdater:
     return view.put(None, view.targets)
 
   def sparsities_at(
-    self, view: _leaves.Prunable, state: SparseState, step: Any
+    self, view: Prunable, state: SparseState, step: Any
   ) -> list[Any]:
     """Return the sparsity of each prunable leaf at a step.
 
@@ -778,25 +697,11 @@ class BaseUpdater:
       >>> scores.shape, bool((scores >= 0).all() & (scores < 1).all())
       ((2, 2), True)
     """
-    stored = None if sparse_state is None else sparse_state.key
-    leaves, treedef = _leaves.flatten_with_names(params)
-    floating = [sparsity_distributions.is_floating(leaf) for _, leaf in leaves]
-    drawn = iter(
-      draw(
-        self._key(params) if stored is None else stored,
-        salt,
-        [leaf for (_, leaf), f in zip(leaves, floating, strict=True) if f],
-        tuple(
-          names for (names, _), f in zip(leaves, floating, strict=True) if f
-        ),
-      )
-    )
-    pairs = zip(leaves, floating, strict=True)
-    return treedef.unflatten([next(drawn) if f else x for (_, x), f in pairs])
+    key = None if sparse_state is None else sparse_state.key
+    key = seeds.key_of(self, params) if key is None else key
+    return seeds.random_scores(params, key, salt)
 
-  def view(
-    self, params: PyTree, targets: Sparsities = None
-  ) -> _leaves.Prunable:
+  def view(self, params: PyTree, targets: Sparsities = None) -> Prunable:
     """Return the prunable leaves of a tree; algorithms handle only these.
 
     Args:
@@ -814,118 +719,27 @@ class BaseUpdater:
       >>> view.names, view.targets, view.put(None, ["mask"])
       ((('w',),), (0.5,), {'b': None, 'w': 'mask'})
     """
-    return _view.build(self, params, targets)
-
-  def explain(self, params: PyTree) -> list[str]:
-    """Return, per leaf, why it is pruned or not; `sparsity_table` shows it.
-
-    Args:
-      params: the parameters, or their shapes.
-
-    Returns:
-      One reason per leaf, in the order of the tree.
-
-    Example:
-      >>> import jax.numpy as jnp, jaxpruner
-      >>> pruner = jaxpruner.GlobalMagnitudePruning(sparsity=0.5)
-      >>> pruner.explain({"w": jnp.ones((2, 2)), "b": jnp.ones(2)})
-      ['a vector', 'a weight of 2 dimensions']
-    """
-    return _view.reasons(self, params)
+    return prunable.build(self, params, targets)
 
   # --- internal methods ----------------------------------------------------
 
   def _distribute(self, params: PyTree) -> Sparsities:
     """Return the target sparsity of each leaf, unchecked."""
     if self.ranking == "global":
-      return _ranking.distribute(self, params)
+      return ranking.distribute(self, params)
     if self.sparsity_distribution_fn is None:
       return None
     return self.sparsity_distribution_fn(params)
 
-  def _calculate(self, params: PyTree, **options: Any) -> PyTree:
-    """Return the scores; an error that a PRNG key causes names its path."""
-    try:
-      return self.calculate_scores(params, **options)
-    except TypeError as error:
-      _view.blame_keys(params, error)
-      raise
-
-  def _scores(self, view, state, grads, extra) -> list[Any]:
-    """Return the scores of the prunable leaves, cheap ones as expressions."""
-    extra = _transform.accepted(self.calculate_scores, extra)
-    scores = engine.defer(
-      lambda p, s, g: self._calculate(p, sparse_state=s, grads=g, **extra),
-      view.params,
-      state,
-      grads,
-    )
-    return view.of(scores, "scores")
-
   def _select(self, view, scores, sparsities, hint=None) -> engine.Selection:
     """Return the selection of `create_masks`, with finiteness and hint."""
     if type(self).create_masks is BaseUpdater.create_masks:
-      return self._choose(view, scores, sparsities, hint)
-    scores = [engine.value(s) for s in scores]
-    shown = view.put(view.params, scores)
-    masks = self.create_masks(shown, view.put(None, sparsities))
-    entries = _leaves.align(view.params, masks)
-    finite = jnp.stack([engine.all_finite(s) for s in scores])
-    return engine.Selection(view.split(entries), finite, hint)
-
-  def _choose(self, view, scores, sparsities, hint=None) -> engine.Selection:
-    """Return the selection of the highest scores, arrays or expressions."""
-    refuse_nan(list(zip(view.names, scores, strict=True)))
-    if self.ranking == "global":
-      return _ranking.select_globally(self, view, scores, sparsities)
-    return sparsity_types.select_masks(
-      view.kinds, scores, sparsities, hint, view.stacks
-    )
+      return selecting.keep_highest(self, view, scores, sparsities, hint)
+    return selecting.by_create_masks(self, view, scores, sparsities, hint)
 
   def _replace_masks(self, view, state, masks, finite) -> SparseState:
     shrink = self.continue_sparse and not self.regrows
     return replace_masks(view, state, masks, finite, shrink)
-
-  def _hidden(self, view: _leaves.Prunable) -> PyTree:
-    """Return copies of the weights that params will not show as they are."""
-    if not self.hides:
-      return _leaves.ABSENT
-
-    def keep(place, leaf):
-      dtype = leaf.dtype
-      if self.master_dtype is not None and jnp.issubdtype(dtype, jnp.floating):
-        dtype = jnp.promote_types(dtype, self.master_dtype)
-      trained = self.straight_through and place in view.places
-      if not trained and dtype == leaf.dtype:
-        return None
-      # A buffer of its own: params and state may both be donated.
-      return jnp.array(leaf, dtype, copy=True)
-
-    leaves = jax.tree.leaves(view.params)
-    return _leaves.fill(
-      view.params, [keep(*pair) for pair in enumerate(leaves)]
-    )
-
-  def _key(self, params: PyTree) -> Array:
-    if self.rng_seed is None:
-      return params_key(params)
-    return seed_data(self.rng_seed)
-
-
-def hold_at_zero(
-  updater: BaseUpdater, updates: PyTree, state: SparseState, params: PyTree
-) -> PyTree:
-  """Return updates whose sums with pruned weights are exactly +0.0."""
-
-  def hold(_, param, update, mask):
-    if mask is None:
-      return update
-    dtype = jnp.promote_types(param.dtype, update.dtype)
-    mask = _leaves.unpack(mask, param) if updater.use_packed_masks else mask
-    return jnp.where(mask, update.astype(dtype), -param.astype(dtype))
-
-  updates = _leaves.like(params, updates, "updates")
-  return _leaves.map_masks(hold, params, updates, state.masks)
 
 
 @dataclasses.dataclass(eq=False)

@@ -11,8 +11,19 @@ from collections.abc import Sequence
 COMMANDS = {
   "compare": ("jaxpruner.compare.command", "compare algorithms fairly"),
   "report": ("jaxpruner.compare.report_command", "rebuild a run's report"),
+  "records": (
+    "jaxpruner.compare.records_command",
+    "publish a run's records, or restore a run",
+  ),
+  "reproduce": (
+    "jaxpruner.compare.reproduce_command",
+    "run a published cell again, bit for bit",
+  ),
   "fit": ("jaxpruner.compare.fit_command", "fit a law of scale to runs"),
-  "data": ("jaxpruner.data_command", "list the data sets of the tasks"),
+  "data": (
+    "jaxpruner.post_training.data_command",
+    "list the data sets of the tasks",
+  ),
   "oneshot": (
     "jaxpruner.post_training.oneshot_command",
     "prune a pretrained model",

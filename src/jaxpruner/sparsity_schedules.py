@@ -14,7 +14,8 @@ from typing import Any, ClassVar, TypeVar
 import jax
 import jax.numpy as jnp
 
-from jaxpruner import _registry, _tools
+from jaxpruner import _tools
+from jaxpruner._tools import registry
 
 Kind = TypeVar("Kind", bound="type[BaseSchedule]")
 
@@ -355,7 +356,7 @@ class GeometricSchedule(PeriodicSchedule):
     return jnp.where(done, target, jnp.minimum(1 - left, target))
 
 
-SCHEDULES: _registry.Registry[type[BaseSchedule]] = _registry.Registry(
+SCHEDULES: registry.Registry[type[BaseSchedule]] = registry.Registry(
   "schedule",
   "jaxpruner.register_schedule",
   {

@@ -413,7 +413,7 @@ def test_imp_prunes_a_fifth_and_rewinds_weights_and_moments(back):
 
 @pytest.mark.parametrize("name", ["magnitude", "global_magnitude", "saliency"])
 def test_instant_sparsify_selects_in_one_compiled_function(name):
-  from jaxpruner import _view
+  from jaxpruner.updater import at_once
 
   rng = np.random.default_rng(0)
   draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
@@ -423,12 +423,12 @@ def test_instant_sparsify_selects_in_one_compiled_function(name):
     {"algorithm": name, "sparsity": 0.6}
   )
   view = pruner.view(params)
-  masks = _view.select_at_once(pruner, view, grads)
+  masks = at_once.select_at_once(pruner, view, grads)
   scores = pruner.calculate_scores(params, grads=grads)
   want = pruner.create_masks(scores, view.put(None, view.targets))
   jax.tree.map(np.testing.assert_array_equal, masks, want)
   # The scores are nowhere in the compiled function: no float array is written.
-  text = _view._selected.lower(pruner, params, grads).compile().as_text()
+  text = at_once._selected.lower(pruner, params, grads).compile().as_text()
   entry = text[text.index("ENTRY") :]
   assert "f32[8,6]{1,0} fusion" not in entry
   with pytest.raises(ValueError, match="'a' hold 1 NaN"):

@@ -21,20 +21,37 @@ def finished(path) -> int:
   return len(read_lines(path / "results.jsonl"))
 
 
+AXES = (
+  "--task=mine:my_task",
+  "--algorithms=magnitude,rigl{drop_fraction=0.1}",
+  "--type=unstructured,2:4",
+  "--sparsity=0.5",
+)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("kills, jobs", [(50, 1), (6, 2)])
-def test_a_run_killed_at_random_gives_the_same_table(tmp_path, kills, jobs):
+@pytest.mark.parametrize(
+  "words, kills, jobs",
+  [((), 50, 1), ((), 6, 2), (AXES, 20, 1), (AXES, 6, 2)],
+  ids=["plain", "plain-2", "own-task-and-axes", "own-task-and-axes-2"],
+)
+def test_a_run_killed_at_random_gives_the_same_table(
+  tmp_path, words, kills, jobs
+):
+  (tmp_path / "mine.py").write_text(helpers.OWN_TASK)
+  here = {"folder": tmp_path}
   began = time.perf_counter()
-  result = helpers.run(tmp_path / "whole", "--jobs=1")
+  result = helpers.run(tmp_path / "whole", "--jobs=1", *words, **here)
   duration = time.perf_counter() - began
   assert result.returncode == 0, result.stderr
   expected = helpers.untimed(tmp_path / "whole")
   rng = random.Random(0)
   for i in range(kills):
     path = tmp_path / f"killed-{i}"
-    helpers.kill_at(path, rng.uniform(0, duration), f"--jobs={jobs}")
+    when = rng.uniform(0, duration)
+    helpers.kill_at(path, when, f"--jobs={jobs}", *words, **here)
     before = finished(path)
-    result = helpers.run(path, f"--jobs={jobs}")
+    result = helpers.run(path, f"--jobs={jobs}", *words, **here)
     assert result.returncode == 0, result.stderr
     assert helpers.untimed(path) == expected
     # What was finished before the kill was not computed again.

@@ -407,57 +407,6 @@ def test_a_streamed_training_resumes_in_the_same_bits():
     np.testing.assert_array_equal(whole.arrays[name], resumed.arrays[name])
 
 
-MODULE = '''
-import dataclasses
-import numpy as np, jax, jax.numpy as jnp, optax
-from jaxpruner import compare
-
-X = np.random.default_rng(0).normal(size=(64, 8)).astype(np.float32)
-Y = (X[:, 0] > 0).astype(np.int32)
-
-
-def my_task(width=16, steps=24, rate=0.1):
-  """A line between two halves."""
-  def init(key):
-    a, b = jax.random.split(key)
-    return {"in": jax.random.normal(a, (8, width)),
-            "out": jax.random.normal(b, (width, 2))}
-  apply = lambda p, x: jax.nn.relu(x @ p["in"]) @ p["out"]
-  def loss(p, batch, key):
-    return optax.softmax_cross_entropy_with_integer_labels(
-      apply(p, batch[0]), batch[1]).mean()
-  def batches(seed, step):
-    rows = np.random.default_rng((seed, step)).integers(0, 64, 16)
-    return X[rows], Y[rows]
-  evaluate = lambda p: 100 * (apply(p, X).argmax(-1) == Y).mean()
-  return compare.task(init=init, apply=apply, loss=loss, batches=batches,
-                      evaluate=evaluate, steps=steps,
-                      optimizer=optax.sgd(rate))
-
-
-READY = my_task()
-
-
-@dataclasses.dataclass(frozen=True)
-class Held(compare.Classification):
-  """The same data on the device."""
-  width: int = 16
-  steps: int = 24
-  batch_size: int = 16
-
-  def load(self, folder=None):
-    return {"train_x": X, "train_y": Y, "test_x": X, "test_y": Y}
-
-  def init(self, key):
-    a, b = jax.random.split(key)
-    return {"in": {"kernel": jax.random.normal(a, (8, self.width))},
-            "out": {"kernel": jax.random.normal(b, (self.width, 2))}}
-
-  def apply(self, params, x):
-    return jax.nn.relu(x @ params["in"]["kernel"]) @ params["out"]["kernel"]
-'''
-
-
 def outside(folder, *words, python=sys.executable):
   """Run the command in a folder that holds nothing but the user's module."""
   env = {k: v for k, v in helpers.environment().items() if k != "PYTHONPATH"}
@@ -482,7 +431,7 @@ def outside(folder, *words, python=sys.executable):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["my_task", "READY", "Held"])
 def test_a_task_beside_the_user_runs_in_worker_processes(tmp_path, name):
-  (tmp_path / "mine.py").write_text(MODULE)
+  (tmp_path / "mine.py").write_text(helpers.OWN_TASK)
   words = (f"--task=mine:{name}", "--out=run", "--jobs=2")
   result = outside(tmp_path, *words)
   assert result.returncode == 0, result.stderr
@@ -495,7 +444,7 @@ def test_a_task_beside_the_user_runs_in_worker_processes(tmp_path, name):
 
   rows = table.rows(str(tmp_path / "run"))
   assert not any(row.problem for row in rows)
-  (tmp_path / "mine.py").write_text(MODULE + "\n# changed\n")
+  (tmp_path / "mine.py").write_text(helpers.OWN_TASK + "\n# changed\n")
   changed = outside(tmp_path, *words)
   assert changed.returncode == 1
   assert f"imports mine:{name}=" in changed.stderr
@@ -512,7 +461,7 @@ def test_a_folder_that_only_installed_the_package_compares_its_own(tmp_path):
   subprocess.run([*install, *lock, f"{root}[compare]"], check=True)
   place = tmp_path / "place"
   place.mkdir()
-  (place / "mine.py").write_text(MODULE)
+  (place / "mine.py").write_text(helpers.OWN_TASK)
   words = ("--task=mine:my_task", "--set=width=8", "--out=run")
   result = outside(place, *words, python=python)
   assert result.returncode == 0, result.stderr
@@ -520,13 +469,14 @@ def test_a_folder_that_only_installed_the_package_compares_its_own(tmp_path):
 
 @pytest.mark.quick
 def test_a_typed_module_is_found_beside_the_user(tmp_path, monkeypatch):
-  (tmp_path / "typed_here.py").write_text(MODULE)
+  (tmp_path / "typed_here.py").write_text(helpers.OWN_TASK)
   monkeypatch.chdir(tmp_path)
   monkeypatch.setattr(sys, "path", list(sys.path))
   modules.import_task("typed_here:my_task")
   assert tasks.task_options("typed_here:my_task") == {
     "width": 16,
     "steps": 24,
+    "batch_size": 16,
     "rate": 0.1,
   }
   assert tasks.make_task("typed_here:my_task", {"steps": 3}).steps == 3
@@ -570,7 +520,7 @@ PRINTED = textwrap.dedent("""
 
 
 def test_the_fingerprint_of_a_task_is_the_same_in_every_process(tmp_path):
-  (tmp_path / "hashed_task.py").write_text(MODULE)
+  (tmp_path / "hashed_task.py").write_text(helpers.OWN_TASK)
   found = {
     subprocess.run(
       [sys.executable, "-c", PRINTED],

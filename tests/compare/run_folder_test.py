@@ -60,6 +60,18 @@ def test_a_flipped_bit_is_found_and_its_line_named(tmp_path_factory, at, bit):
     files.read_lines(path)
 
 
+@pytest.mark.parametrize(
+  "content",
+  ["NaN", "[1e999]", '"\\ud800"', str(10**300), "9" * 5000, "[" * 10**5, "{"],
+)
+def test_json_that_no_writer_of_ours_writes_is_refused(content):
+  with pytest.raises(ValueError):
+    files.parse(content.encode())
+  assert files.parse(b'[18446744073709551616, 1.5e3, "\xc3\xa9"]') == [
+    2**64, 1500.0, "é",
+  ]  # fmt: skip
+
+
 def test_values_that_json_lacks_become_null(tmp_path):
   path = tmp_path / "steps.jsonl"
   files.append_line(path, {"loss": [1.0, float("nan"), float("inf")]})

@@ -38,6 +38,7 @@ DATA = {
     "test_x": shape((20, 64), jnp.float32),
   },
   "fashion": IMAGES,
+  "fashion-mlp": IMAGES,
   "cifar10": COLOUR,
   "cifar10-vit": COLOUR,
   "sotu": TEXT,

@@ -10,7 +10,8 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 
-from jaxpruner import data_command, datasets
+from jaxpruner import datasets
+from jaxpruner.post_training import data_command
 
 
 def idx(array: np.ndarray) -> bytes:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpruner import _state
+from jaxpruner.engine import draw
 
 SHAPE, TRIALS = (256, 256), 100
 SIZE = SHAPE[0] * SHAPE[1]
@@ -19,7 +19,7 @@ def drawn() -> np.ndarray:
   """Scores of two leaves, at many steps: [steps, leaves, elements]."""
   data = jax.random.key_data(jax.random.key(0))
   leaves, names = [jnp.zeros(SHAPE)] * 2, (("a",), ("b",))
-  rows = jax.jit(lambda t: jnp.stack(_state.draw(data, t, leaves, names)))
+  rows = jax.jit(lambda t: jnp.stack(draw.draw(data, t, leaves, names)))
   every = [rows(jnp.int32(t)) for t in range(TRIALS)]
   return np.asarray(every, np.float64).reshape(TRIALS, 2, SIZE)
 
@@ -51,7 +51,7 @@ def test_scores_are_a_hash_of_path_key_step_and_index():
   index = np.arange(12, dtype=np.uint64)
   bits = mixed(((index * (odd | np.uint64(1))) % 2**32) ^ word)
   leaves, names = [jnp.zeros((3, 4))], (("encoder", "kernel"),)
-  found = _state.draw(jnp.array(data, jnp.uint32), step, leaves, names)[0]
+  found = draw.draw(jnp.array(data, jnp.uint32), step, leaves, names)[0]
   np.testing.assert_array_equal(found.ravel(), (bits >> 8) / 2**24)
 
 

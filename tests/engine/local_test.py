@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jaxpruner
-from jaxpruner import _state, engine, mask_calculator
-from jaxpruner.engine import local, mesh, order, warm_start
+from jaxpruner import engine, mask_calculator
+from jaxpruner.engine import draw, local, mesh, order, warm_start
 from jaxpruner.engine.leaves import Group, leaf_of
 
 # Leaves that are counted as they are, and leaves that are copied first.
@@ -185,7 +185,7 @@ def test_equal_leaves_share_their_kernels():
   def count(number: int) -> int:
     def choose(data, leaves):
       names = tuple((str(i),) for i in range(number))
-      scores = _state.draw(data, 3, leaves, names)
+      scores = draw.draw(data, 3, leaves, names)
       return mask_calculator.topk_masks(scores, [9] * number)
 
     leaves = [jnp.zeros((80, 30))] * number

@@ -15,6 +15,57 @@ from jaxpruner.compare.settings import ComparisonSettings
 TINY = {"steps": 24, "width": 8, "batch_size": 8}
 ALGORITHMS = ("magnitude", "static_sparse")
 
+# A module of a user's with tasks of its own.
+OWN_TASK = '''
+import dataclasses
+import numpy as np, jax, jax.numpy as jnp, optax
+from jaxpruner import compare
+
+X = np.random.default_rng(0).normal(size=(64, 8)).astype(np.float32)
+Y = (X[:, 0] > 0).astype(np.int32)
+
+
+def my_task(width=16, steps=24, batch_size=16, rate=0.1):
+  """A line between two halves."""
+  def init(key):
+    a, b = jax.random.split(key)
+    return {"in": jax.random.normal(a, (8, width)),
+            "out": jax.random.normal(b, (width, 2))}
+  apply = lambda p, x: jax.nn.relu(x @ p["in"]) @ p["out"]
+  def loss(p, batch, key):
+    return optax.softmax_cross_entropy_with_integer_labels(
+      apply(p, batch[0]), batch[1]).mean()
+  def batches(seed, step):
+    rows = np.random.default_rng((seed, step)).integers(0, 64, batch_size)
+    return X[rows], Y[rows]
+  evaluate = lambda p: 100 * (apply(p, X).argmax(-1) == Y).mean()
+  return compare.task(init=init, apply=apply, loss=loss, batches=batches,
+                      evaluate=evaluate, steps=steps,
+                      optimizer=optax.sgd(rate))
+
+
+READY = my_task()
+
+
+@dataclasses.dataclass(frozen=True)
+class Held(compare.Classification):
+  """The same data on the device."""
+  width: int = 16
+  steps: int = 24
+  batch_size: int = 16
+
+  def load(self, folder=None):
+    return {"train_x": X, "train_y": Y, "test_x": X, "test_y": Y}
+
+  def init(self, key):
+    a, b = jax.random.split(key)
+    return {"in": {"kernel": jax.random.normal(a, (8, self.width))},
+            "out": {"kernel": jax.random.normal(b, (self.width, 2))}}
+
+  def apply(self, params, x):
+    return jax.nn.relu(x @ params["in"]["kernel"]) @ params["out"]["kernel"]
+'''
+
 
 def settings(**changes) -> ComparisonSettings:
   values = {
@@ -110,9 +161,13 @@ def environment() -> dict[str, str]:
   return {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
 
 
-def run(out: pathlib.Path, *extra: str) -> subprocess.CompletedProcess:
+def run(
+  out: pathlib.Path, *extra: str, folder: pathlib.Path | None = None
+) -> subprocess.CompletedProcess:
+  """Run the command, in a folder that may hold a module of the user's."""
   return subprocess.run(
     command(out, *extra),
+    cwd=folder,
     env=environment(),
     capture_output=True,
     text=True,
@@ -120,10 +175,11 @@ def run(out: pathlib.Path, *extra: str) -> subprocess.CompletedProcess:
   )
 
 
-def kill_at(path, seconds: float, *extra: str) -> None:
+def kill_at(path, seconds: float, *extra: str, folder=None) -> None:
   """Start the command and kill it, workers included, after some seconds."""
   process = subprocess.Popen(
     command(path, *extra),
+    cwd=folder,
     env=environment(),
     stdout=subprocess.DEVNULL,
     stderr=subprocess.DEVNULL,

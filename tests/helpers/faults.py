@@ -1,4 +1,4 @@
-"""Let each I/O call of `jaxpruner._atomic` fail in turn.
+"""Let each I/O call of `jaxpruner._tools.atomic` fail in turn.
 
 Every writer of the library outside `compare` goes through that one module, so
 replacing its `open` and `os` reaches all of them.
@@ -8,7 +8,7 @@ import contextlib
 import errno
 import os
 
-from jaxpruner import _atomic
+from jaxpruner._tools import atomic
 
 ERRORS = (errno.ENOSPC, errno.EIO, errno.EINTR)
 COUNTED = ("fsync", "replace", "dup")
@@ -45,13 +45,13 @@ class Faults:
     def opened(*args, **kwargs):
       return FaultyFile(faults, faults.call("open", open, *args, **kwargs))
 
-    before = _atomic.os
-    _atomic.os, _atomic.open = Os(), opened
+    before = atomic.os
+    atomic.os, atomic.open = Os(), opened
     try:
       yield self
     finally:
-      _atomic.os = before
-      del _atomic.open
+      atomic.os = before
+      del atomic.open
 
 
 class FaultyFile:

@@ -6,6 +6,8 @@ Kept to JAX, Optax and jaxpruner: it runs in every framework's environment.
 import doctest
 import importlib
 import importlib.util
+import pathlib
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -210,3 +212,11 @@ def _train_with_the_hook(pruner, inner, params, grad, ends, steps, stacked):
 
 
 SGD = optax.sgd(0.05, momentum=0.9)
+
+
+def recipe(name):
+  """Import a recipe of the paper's table."""
+  folder = pathlib.Path(__file__).parents[2] / "examples" / "recipes"
+  if str(folder) not in sys.path:
+    sys.path.insert(0, str(folder))
+  return importlib.import_module(name)

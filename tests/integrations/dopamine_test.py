@@ -2,6 +2,7 @@
 
 import framework
 import numpy as np
+import pytest
 from framework import SPARSITY, STEPS, assert_same, assert_sparse
 
 framework.require("dopamine", "dopamine", "baselines")
@@ -112,3 +113,43 @@ def test_dopamines_own_runner_ends_exactly_sparse_and_resumes(
 
 def test_the_examples_of_its_docstrings_run():
   framework.assert_examples_run("dopamine")
+
+
+@pytest.mark.parametrize("algorithm", ["magnitude", "rigl"])
+def test_the_recipe_of_the_papers_table_ends_exactly_sparse(
+  algorithm, tmp_path
+):
+  pytest.importorskip("ale_py")
+  recipe, paper = (
+    framework.recipe("mspacman_dopamine"),
+    framework.recipe("paper"),
+  )
+  gin.clear_config()
+  gin.parse_config_file(str(recipe.GIN))
+  options = gin.query_parameter("SparseDQNAgent.pruner_options")
+  row = paper.pruner_config("mspacman", "magnitude")
+  assert options == {key: row[key] for key in options}
+  assert gin.query_parameter("SparseDQNAgent.sparsity") == row["sparsity"]
+  assert (
+    gin.query_parameter("SparseDQNAgent.total_steps")
+    == paper.ROWS["mspacman"].steps
+  )
+  gin.clear_config()
+  start = 1 if algorithm == "rigl" else 3
+  times = f"'update_freq': 2, 'update_start_step': {start}"
+  runner = recipe.train(
+    str(tmp_path),
+    [
+      f"SparseDQNAgent.algorithm = '{algorithm}'",
+      f"SparseDQNAgent.pruner_options = {{{times}, 'update_end_step': 8}}",
+      "JaxDQNAgent.min_replay_history = 40",
+      "ReplayBuffer.max_capacity = 200",
+      "Runner.num_iterations = 1",
+      "Runner.training_steps = 100",
+      "Runner.max_steps_per_episode = 100",
+    ],
+  )
+  agent = runner._agent
+  assert int(agent.optimizer_state.count) >= 8
+  params, state = agent.online_params, agent.optimizer_state
+  assert_sparse(params, state, 0.98, grows=algorithm == "rigl")

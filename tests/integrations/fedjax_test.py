@@ -91,3 +91,25 @@ def test_straight_through_equals_a_plain_loop():
     grad,
     (state.params, state.opt_state),
   )
+
+
+@framework.each_kind
+def test_the_recipe_of_the_papers_table_ends_exactly_sparse(algorithm):
+  recipe = framework.recipe("emnist_fedjax")
+  rng = np.random.default_rng(0)
+  writers = {
+    str(i).encode(): {
+      "x": rng.normal(size=(6, 28, 28, 1)).astype(np.float32),
+      "y": rng.integers(0, 62, 6),
+    }
+    for i in range(4)
+  }
+  state = recipe.train(
+    algorithm,
+    fedjax.models.emnist.create_conv_model(only_digits=False),
+    fedjax.InMemoryFederatedData(writers),
+    rounds=8,
+    per_round=2,
+  )
+  grows = algorithm == "rigl"
+  assert_sparse(state.params, state.opt_state, 0.8, grows)

@@ -19,6 +19,7 @@ from flax.training.train_state import TrainState
 
 import jaxpruner
 from jaxpruner import _leaves
+from jaxpruner.updater.state import unpack_mask
 
 AUTO = (jax.sharding.AxisType.Auto,) * 2
 STEPS = 4
@@ -100,7 +101,7 @@ def kernels(state):
   ):
     if mask is not None:
       if mask.shape != param.shape:
-        mask = _leaves.unpack(mask, param)
+        mask = unpack_mask(mask, param)
       pairs.append((np.asarray(param), np.asarray(mask)))
   return pairs
 

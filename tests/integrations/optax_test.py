@@ -45,8 +45,7 @@ def map_params(fn, tx, state, tree):
     lambda x, other: x if is_masked(x) else fn(x, other),
     state,
     tree,
-    # What is not like params may be a tree: targets, counts per leaf.
-    transform_non_params=lambda x: jax.tree.map(lambda y: fn(y, None), x),
+    transform_non_params=lambda x: fn(x, None),
     is_leaf=is_masked,
   )
 
@@ -63,6 +62,29 @@ def test_tree_map_params_reaches_what_is_shaped_like_parameters(algorithm):
   assert masks["first"]["bias"] is None
   assert found.inner_state[0].trace["last"]["bias"] == ((4,), ("in",))
   assert found.count == ((), None)
+  assert found.target_sparsities["last"]["kernel"] == ((), None)
+
+
+@pytest.mark.parametrize(
+  "algorithm", ["no_prune", "soft_movement", "snfs", "str", "imp"]
+)
+def test_tree_map_params_reaches_every_leaf_of_a_state(algorithm):
+  params = jax.tree.map(jnp.array, make_params())
+  tx = make_pruner(algorithm).wrap_optax(SGD)
+  state = tx.init(params)
+  shapes = map_params(lambda x, _: str(x.shape), tx, state, params)
+  assert shapes == jax.tree.map(lambda x: str(x.shape), state)
+
+
+def test_tree_map_params_hands_fields_over_whole_where_states_differ():
+  params = jax.tree.map(jnp.array, make_params())
+  tx = make_pruner("magnitude").wrap_optax(SGD)
+  state, _ = tx.init(params), tx.init(params["first"])
+  whole = lambda x: jax.tree.map(jnp.shape, x)
+  found = optax.tree_utils.tree_map_params(
+    tx, lambda x: x, state, transform_non_params=whole
+  )
+  assert found.target_sparsities["first"]["kernel"] == ()
 
 
 @framework.each_kind

@@ -152,3 +152,51 @@ def test_a_trainer_of_several_optimizers_gets_each_wrapped():
 
 def test_the_examples_of_its_docstrings_run():
   framework.assert_examples_run("scenic")
+
+
+@pytest.mark.parametrize(
+  "row, algorithm", [("resnet50", "magnitude"), ("vit_b16", "rigl")]
+)
+def test_the_recipe_of_the_papers_table_ends_exactly_sparse(
+  row, algorithm, tmp_path
+):
+  recipe = framework.recipe("imagenet_scenic")
+  config = recipe.get_config(f"{row},{algorithm}")
+  assert config.num_training_epochs == {"resnet50": 100, "vit_b16": 90}[row]
+  steps = 12
+  dense = recipe.DENSE[row]
+  with config.unlocked():
+    config.pruner = recipe.paper.pruner_config(row, algorithm, steps, dense)
+    config.update(
+      {
+        "batch_size": 16,
+        "num_training_epochs": None,
+        "num_training_steps": steps,
+        "log_eval_steps": steps,
+        "num_filters": 4,
+        "num_layers": 5,
+      }
+    )
+    config.lr_configs.update({"total_steps": steps, "steps_per_cycle": steps})
+    config.lr_configs.warmup_steps = 2
+    if row == "vit_b16":
+      small = {"hidden_size": 8, "num_heads": 2, "mlp_dim": 16, "num_layers": 1}
+      config.model.update(small | {"representation_size": 8})
+      config.model.patches.size = [4, 4]
+  state, _, _ = recipe.train(
+    jax.random.PRNGKey(0),
+    config,
+    make_data(),
+    str(tmp_path),
+    metric_writers.MultiWriter([]),
+  )
+  state = jax_utils.unreplicate(state)
+  found = jaxpruner.summarize_sparsity(state.params)
+  for name in dense:
+    assert f"{name}" in found
+  if row == "resnet50":  # uniform: each leaf by itself
+    assert found["stem_conv/kernel"] == 0
+    for _, mask in framework.masked_leaves(state.params, state.opt_state):
+      assert abs(int(mask.sum()) - 0.2 * mask.size) <= 1
+  else:
+    assert_sparse(state.params, state.opt_state, 0.8, grows=True)

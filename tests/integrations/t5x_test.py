@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import pathlib
 
 import framework
 import jax
@@ -35,7 +36,7 @@ def make_config(algorithm):
   return {"algorithm": algorithm, "sparsity": SPARSITY, "total_steps": STEPS}
 
 
-def make_model(algorithm):
+def make_model(algorithm, definition=None):
   config = network.T5Config(
     vocab_size=32,
     emb_dim=8,
@@ -52,7 +53,8 @@ def make_model(algorithm):
     module=network.Transformer(config),
     input_vocabulary=words,
     output_vocabulary=words,
-    optimizer_def=t5x.sparse_optimizer(  # added
+    optimizer_def=definition
+    or t5x.sparse_optimizer(  # added
       optax.sgd(LEARNING, momentum=0.9), make_config(algorithm)
     ),
     loss_normalizing_factor=16 * 8,
@@ -74,8 +76,8 @@ def make_batch():
 class Run:
   """A model, its partitioner and its initializer, on all devices."""
 
-  def __init__(self, algorithm):
-    self.model = make_model(algorithm)
+  def __init__(self, algorithm, definition=None):
+    self.model = make_model(algorithm, definition)
     self.partitioner = partitioning.PjitPartitioner(num_partitions=1)
     batch = make_batch()
     self.initializer = utils.TrainStateInitializer(
@@ -209,3 +211,31 @@ def test_t5xs_own_adafactor_is_refused_with_the_cure():
 
 def test_the_examples_of_its_docstrings_run():
   framework.assert_examples_run("t5x")
+
+
+@framework.each_kind
+def test_the_recipe_of_the_papers_table_ends_exactly_sparse(algorithm):
+  paper = framework.recipe("paper")
+  folder = str(pathlib.Path(paper.__file__).parent)
+  bindings = [f'ALGORITHM = "{algorithm}"']
+  gin.clear_config()
+  gin_utils.parse_gin_flags([folder], ["t5_base_pruner.gin"], bindings)
+  named = gin.query_parameter("sparse.sparse_optimizer.pruner_config")
+  published = {key: getattr(x, "name", x) for key, x in named.items()}
+  row = paper.pruner_config("t5_base", "magnitude")
+  assert published["sparsity"] == row["sparsity"]
+  assert published["dist_type"] == row["dist_type"]
+  assert gin.query_parameter("%START") == row["update_start_step"]
+  assert gin.query_parameter("%END") == row["update_end_step"]
+  assert gin.query_parameter("%EVERY") == row["update_freq"]
+  assert gin.query_parameter("%TRAIN_STEPS") == paper.ROWS["t5_base"].steps
+  start = 1 if algorithm == "rigl" else 5
+  short = [f"START = {start}", "END = 15", "EVERY = 2", "TRAIN_STEPS = 20"]
+  short.append("optax.warmup_cosine_decay_schedule.warmup_steps = 2")
+  gin.clear_config()
+  gin_utils.parse_gin_flags([folder], ["t5_base_pruner.gin"], bindings + short)
+  definition = gin.query_parameter("%OPTIMIZER").scoped_configurable_fn()
+  gin.clear_config()
+  run = Run(algorithm, definition)
+  end = run.train(run.start, 20)
+  assert_sparse(*parts(end), 0.8, grows=algorithm == "rigl")

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpruner import archives, cli, sparse
+from jaxpruner import cli, sparse
+from jaxpruner.datasets import archives
 from jaxpruner.post_training import evaluation, models
 from jaxpruner.post_training.models import gguf, llama, minilm, resnet50, zoo
 from jaxpruner.post_training.models.tokenizers import ByteBPE, ScoredBPE

@@ -388,3 +388,40 @@ def test_elements_are_counted_only_where_a_weight_is_used_twice(monkeypatch):
   model = calibration.Model(apply_fn, params, [DATA], filter_fn)
   assert [part.shape for part in model.parts] == [(1, 16, 8), (1, 8, 8)]
   assert asked == [(8, 8)] * 2
+
+
+def rnn(params, xs):
+  def body(h, x):
+    return (h := jnp.tanh(x @ params["i"] + h @ params["h"])), h
+
+  return jax.lax.scan(body, jnp.zeros((4, 8)), xs)[1]
+
+
+def rnn_and_head(params, xs):
+  return rnn(params[0], xs) @ params[1]
+
+
+def test_a_recurrent_scan_is_calibrated_over_all_its_steps():
+  rng = np.random.default_rng(2)
+  params = {
+    "i": jnp.asarray(rng.normal(size=(16, 8)), jnp.float32),
+    "h": jnp.asarray(rng.normal(size=(8, 8)) / 3, jnp.float32),
+  }
+
+  batches = [x.reshape(8, 4, 16) for x in BATCHES]
+  states = [rnn(params, xs) for xs in batches]
+  seen = post_training.calibrate(rnn, params, batches)
+  (found,) = seen["i"]
+  np.testing.assert_allclose(found.square[0], (DATA**2).mean(0), rtol=1e-4)
+  (found,) = seen["h"]
+  # The state of the first step is zeros, which are no data.
+  before = np.concatenate([h[:-1].reshape(-1, 8) for h in states])
+  assert found.count == len(before)
+  np.testing.assert_allclose(found.square[0], (before**2).mean(0), rtol=1e-4)
+  _, masks, report = prune(rnn, params, batches, method="wanda")
+  assert not report.skipped
+  assert [int(masks[n].sum()) for n in "ih"] == [64, 32]
+  long = [np.concatenate([batches[0]] * 20)]
+  _, _, report = prune(rnn_and_head, (params, params["h"]), long,
+                       method="wanda")  # fmt: skip
+  assert "calibrate on shorter sequences" in report.skipped["0/h"]

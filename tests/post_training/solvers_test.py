@@ -5,7 +5,8 @@ import layer_reference as reference
 import numpy as np
 import pytest
 
-from jaxpruner import archives, post_training
+from jaxpruner import post_training
+from jaxpruner.datasets import archives
 from jaxpruner.post_training import _pattern, models, solve_layer
 from jaxpruner.post_training.calibration import Statistics
 from jaxpruner.post_training.solvers import alps, obc, sparsegpt, sparseswaps

@@ -16,6 +16,9 @@ FORMATS = {
   "nm": {"n": 2, "m": 4},
   "block": {"block_shape": (4, 8)},
   "compact": {},
+  "diagonals": {},
+  "strided_nm": {"n": 1, "m": 2, "stride": 2},
+  "panel": {},
 }
 # Below, at and above a tile (256), a panel (64), a block; odd ends.
 SHAPES = [(8, 6), (264, 70), (4, 257)]
@@ -26,6 +29,9 @@ def structured(format, mask):
   if format == "nm":
     groups = mask.reshape(-1, 4, mask.shape[1])
     return (groups & (np.cumsum(groups, axis=1) <= 2)).reshape(mask.shape)
+  if format == "strided_nm":
+    groups = mask.reshape(-1, 2, 2, mask.shape[1])
+    return (groups & (np.cumsum(groups, axis=1) <= 1)).reshape(mask.shape)
   return mask
 
 
@@ -148,3 +154,20 @@ def test_a_format_refuses_options_it_does_not_have(format):
 def test_a_refusal_lists_the_options_there_are():
   with pytest.raises(TypeError, match="its options are n, m"):
     sparse.pack(np.eye(8, dtype=np.float32), format="nm", k=3)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_take_returns_columns_bit_for_bit(format, shape):
+  rng = np.random.default_rng(1)
+  mask = structured(format, rng.random(shape) < 0.3)
+  mask[:, [1, 2]] = False  # columns without weights
+  dense = np.where(mask, rng.standard_normal(shape), 0).astype("f4")
+  packed = sparse.pack(dense, mask, format=format, **FORMATS[format])
+  columns = np.concatenate([np.arange(shape[1]), [1, 0, 0]])
+  taken = jax.jit(lambda w, i: w.take(i))(packed, columns)
+  np.testing.assert_array_equal(bits(taken), bits(dense[:, columns]))
+  grad = jax.grad(lambda v: (packed.with_values(v).take(columns) ** 2).sum())
+  got = packed.with_values(grad(packed.values)).todense()
+  seen = np.bincount(columns, minlength=shape[1])
+  np.testing.assert_allclose(got, 2 * dense * seen, rtol=1e-6)

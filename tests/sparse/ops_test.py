@@ -38,6 +38,9 @@ FORMATS = {
   "nm": {"n": 4, "m": 4},
   "block": {"block_shape": (4, 8)},
   "compact": {},
+  "diagonals": {},
+  "strided_nm": {"n": 2, "m": 2, "stride": 2},
+  "panel": {},
 }
 
 
@@ -110,7 +113,12 @@ def test_gradients_equal_dense_at_kept_weights(format):
   dx, values = jax.jit(jax.grad(loss, (0, 1)))(x, packed.values)
   want_dx, want_w = jax.grad(dense_loss, (0, 1))(x, dense)
   close(dx, want_dx)
-  if format not in ("block", "nm", "compact"):  # these train whole blocks
+  if format not in (
+    "block",
+    "nm",
+    "compact",
+    "panel",
+  ):  # these train whole blocks
     want_w = jnp.where(mask, want_w, 0)
     close(packed.with_values(values).todense(), want_w)
   else:
@@ -118,7 +126,7 @@ def test_gradients_equal_dense_at_kept_weights(format):
     close(jnp.where(mask, got, 0), jnp.where(mask, want_w, 0))
 
 
-@pytest.mark.parametrize("format", ["sell", "bitmask"])
+@pytest.mark.parametrize("format", ["sell", "bitmask", "panel"])
 def test_forward_mode_equals_dense_alone_and_over_reverse(format):
   dense = weight((264, 70))
   packed = sparse.pack(dense, format=format)

@@ -23,6 +23,8 @@ for shape in ((300, 150), (513, 1030)):
     y, pullback = jax.vjp(lambda x: sparse.matmul(x, packed), x)
     np.testing.assert_allclose(y, x @ dense, atol=1e-3)
     np.testing.assert_allclose(pullback(g)[0], g @ dense.T, atol=1e-3)
+    panels = sparse.pack(dense, format="panel")
+    np.testing.assert_allclose(x @ panels, x @ dense, atol=1e-3)
 """
 
 

@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 
 import jaxpruner
+from jaxpruner.updater import prunable
 
 X = jnp.ones((2, 8, 8, 3))
 
@@ -177,7 +178,9 @@ def test_every_leaf_has_a_reason():
   leaves = jaxpruner._leaves.flatten_with_names(params)[0]
   reasons = {
     "/".join(names): reason
-    for (names, _), reason in zip(leaves, pruner.explain(params), strict=True)
+    for (names, _), reason in zip(
+      leaves, prunable.reasons(pruner, params), strict=True
+    )
   }
   assert reasons == {
     "A_log": "a logarithm: zero would stand for one",
@@ -198,13 +201,13 @@ def test_a_filter_of_the_user_and_a_distribution_of_the_user_are_named():
   config = {"algorithm": "global_magnitude", "sparsity": 0.5}
   config["filter_fn"] = lambda names, _: names[-1] == "a"
   pruner = jaxpruner.create_updater_from_config(config)
-  assert pruner.explain(params) == [
+  assert prunable.reasons(pruner, params) == [
     "chosen by filter_fn",
     "left out by filter_fn",
   ]
   plan = lambda _: {"a": 0.5, "b": None}
   pruner = jaxpruner.MagnitudePruning(sparsity_distribution_fn=plan)
-  assert pruner.explain(params) == [
+  assert prunable.reasons(pruner, params) == [
     "chosen by the distribution",
     "left out by the distribution",
   ]

@@ -24,6 +24,7 @@ TYPES = [
   jaxpruner.Block((2, 3), use_avg_pooling=False),
   jaxpruner.Channel(-1),
   jaxpruner.Channel(0),
+  jaxpruner.sparsity_types.Diagonals(),
 ]
 GROUPS = [
   ((8, 5), jaxpruner.NByM(2, 4)),

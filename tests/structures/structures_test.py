@@ -183,6 +183,22 @@ def test_coupled_neurons_go_together_and_can_be_removed(width):
   assert small.params["up"]["kernel"].shape == (4, 4)
 
 
+@pytest.mark.parametrize("shape", [(4, 4), (3, 5), (6, 2)])
+def test_diagonals_are_ranked_by_their_mean(shape):
+  scores = np.abs(draw(1, *shape))
+  long = max(shape)
+  number = lambda k, n: (n - k if shape[0] <= shape[1] else k - n) % long
+  sums = np.zeros(long)
+  for k, n in np.ndindex(shape):
+    sums[number(k, n)] += scores[k, n]
+  best = set(np.argsort(-sums)[: round(long / 2)])
+  mask = np.asarray(sparsity_types.Diagonals().mask(scores, 0.5))
+  for k, n in np.ndindex(shape):
+    assert mask[k, n] == (number(k, n) in best)
+  with pytest.raises(ValueError, match="no diagonals"):
+    sparsity_types.Diagonals().mask(scores[0], 0.5)
+
+
 @pytest.mark.parametrize("strided", [False, True])
 def test_diagonal_blocks_follow_their_pattern(strided):
   kind = structures.BlockDiagonal(3, strided)

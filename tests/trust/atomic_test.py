@@ -12,15 +12,15 @@ import time
 import pytest
 from faults import ERRORS, Faults, count_calls
 
-from jaxpruner import _atomic
+from jaxpruner._tools import atomic
 
 pytestmark = pytest.mark.skipif(
-  _atomic.fcntl is None, reason="locks need a POSIX system"
+  atomic.fcntl is None, reason="locks need a POSIX system"
 )
 
 
 def replace(path):
-  with _atomic.replacing(path) as file:
+  with atomic.replacing(path) as file:
     file.write(b"new")
     file.write(b"er")
 
@@ -45,7 +45,7 @@ def test_every_failing_call_leaves_old_or_new(tmp_path, at, error):
 def test_an_error_in_the_block_leaves_the_old_file(tmp_path):
   path = tmp_path / "x"
   path.write_bytes(b"old")
-  with pytest.raises(KeyboardInterrupt), _atomic.replacing(path) as file:
+  with pytest.raises(KeyboardInterrupt), atomic.replacing(path) as file:
     file.write(b"half")
     raise KeyboardInterrupt
   assert path.read_bytes() == b"old"
@@ -60,8 +60,8 @@ def test_the_folder_is_forced_to_disk_after_the_rename(tmp_path):
 
 KILLED = """
 import sys, time
-from jaxpruner import _atomic
-with _atomic.replacing(sys.argv[1]) as file:
+from jaxpruner._tools import atomic
+with atomic.replacing(sys.argv[1]) as file:
   file.write(b"half")
   file.flush()
   print("writing", flush=True)
@@ -81,7 +81,7 @@ def test_what_a_killed_writer_left_is_swept_and_a_living_one_is_not(tmp_path):
   path = tmp_path / "x"
   process = writer(path)
   try:
-    assert _atomic.sweep(tmp_path) == []
+    assert atomic.sweep(tmp_path) == []
     replace(path)
     assert len(list(tmp_path.iterdir())) == 2
   finally:
@@ -99,16 +99,16 @@ def test_a_jump_of_the_clock_removes_nothing_that_lives(
 ):
   process = writer(tmp_path / "x")
   now = time.time()
-  monkeypatch.setattr(_atomic.time, "time", lambda: now + jump)
+  monkeypatch.setattr(atomic.time, "time", lambda: now + jump)
   try:
     replace(tmp_path / "y")
-    assert _atomic.sweep(tmp_path) == []
+    assert atomic.sweep(tmp_path) == []
     assert len(list(tmp_path.iterdir())) == 2
   finally:
     process.kill()
     process.wait()
     process.stdout.close()
-  assert len(_atomic.sweep(tmp_path)) == 1
+  assert len(atomic.sweep(tmp_path)) == 1
   assert [p.name for p in tmp_path.iterdir()] == ["y"]
 
 
@@ -117,14 +117,14 @@ def test_another_hosts_temporary_file_stays_for_a_day(tmp_path, monkeypatch):
   left.write_bytes(b"")
   os.utime(left, (1000, 1000))
   for age in (0.0, 86_400.0):
-    monkeypatch.setattr(_atomic.time, "time", lambda age=age: 1000 + age)
-    assert _atomic.sweep(tmp_path) == []
-  monkeypatch.setattr(_atomic.time, "time", lambda: 1000 + 86_400.5)
-  assert _atomic.sweep(tmp_path) == [left]
+    monkeypatch.setattr(atomic.time, "time", lambda age=age: 1000 + age)
+    assert atomic.sweep(tmp_path) == []
+  monkeypatch.setattr(atomic.time, "time", lambda: 1000 + 86_400.5)
+  assert atomic.sweep(tmp_path) == [left]
 
 
 def own_temporary(folder):
-  return folder / f".x.{_atomic._host()}-00000000.jaxpruner.tmp"
+  return folder / f".x.{atomic._host()}-00000000.jaxpruner.tmp"
 
 
 def test_no_file_stays_open(tmp_path):
@@ -132,7 +132,7 @@ def test_no_file_stays_open(tmp_path):
   before = os.listdir("/proc/self/fd")
   replace(tmp_path / "x")
   assert [p.name for p in tmp_path.iterdir()] == ["x"]
-  with pytest.raises(KeyError), _atomic.replacing(tmp_path / "x"):
+  with pytest.raises(KeyError), atomic.replacing(tmp_path / "x"):
     raise KeyError
   assert os.listdir("/proc/self/fd") == before
 
@@ -148,7 +148,7 @@ def test_a_temporary_file_swept_before_it_is_locked_is_made_again(
       (left,) = tmp_path.iterdir()
       left.unlink()
 
-  monkeypatch.setattr(_atomic.fcntl, "flock", flock)
+  monkeypatch.setattr(atomic.fcntl, "flock", flock)
   before = os.listdir("/proc/self/fd")
   replace(tmp_path / "x")
   assert (tmp_path / "x").read_bytes() == b"newer"
@@ -163,11 +163,11 @@ def test_without_locks_files_are_replaced_and_nothing_is_swept(
     raise OSError(errno.ENOLCK, "no locks")
 
   own_temporary(tmp_path).write_bytes(b"")
-  monkeypatch.setattr(_atomic.fcntl, "flock", flock)
+  monkeypatch.setattr(atomic.fcntl, "flock", flock)
   replace(tmp_path / "x")
-  monkeypatch.setattr(_atomic, "fcntl", None)
+  monkeypatch.setattr(atomic, "fcntl", None)
   replace(tmp_path / "y")
-  assert _atomic.sweep(tmp_path) == []
+  assert atomic.sweep(tmp_path) == []
   assert (tmp_path / "x").read_bytes() == b"newer"
   assert len(list(tmp_path.iterdir())) == 3
 
@@ -182,35 +182,35 @@ def test_a_folder_that_cannot_be_synced_is_no_error_and_others_are(
       def fail(*_, code=code):
         raise OSError(code, "refused")
 
-      patch.setattr(_atomic.os, call, fail)
-      _atomic.sync_folder(tmp_path)
+      patch.setattr(atomic.os, call, fail)
+      atomic.sync_folder(tmp_path)
   with monkeypatch.context() as patch:
 
     def broken(*_):
       raise OSError(errno.EIO, "broken")
 
-    patch.setattr(_atomic.os, call, broken)
+    patch.setattr(atomic.os, call, broken)
     with pytest.raises(OSError, match="broken"):
-      _atomic.sync_folder(tmp_path)
+      atomic.sync_folder(tmp_path)
 
 
 def test_bytes_are_written(tmp_path):
-  _atomic.write_bytes(tmp_path / "x", b"all of it")
+  atomic.write_bytes(tmp_path / "x", b"all of it")
   assert (tmp_path / "x").read_bytes() == b"all of it"
 
 
 def test_foreign_files_and_links_are_never_swept(tmp_path):
   victim = tmp_path / "victim"
   victim.write_bytes(b"kept")
-  name = f".x.{_atomic._host()}-00000000.jaxpruner.tmp"
+  name = f".x.{atomic._host()}-00000000.jaxpruner.tmp"
   (tmp_path / name).symlink_to(victim)
   (tmp_path / ".x.tmp").write_bytes(b"")
   os.mkfifo(tmp_path / name.replace("00000000.j", "00000001.j"))
-  assert _atomic.sweep(tmp_path) == []
+  assert atomic.sweep(tmp_path) == []
   assert len(list(tmp_path.iterdir())) == 4
   # Nor if a link or a pipe takes the place of a file that was just seen.
   with pytest.raises(OSError):
-    _atomic._remove_if_dead(str(tmp_path / name))
+    atomic._remove_if_dead(str(tmp_path / name))
   assert victim.read_bytes() == b"kept"
 
 
@@ -218,7 +218,7 @@ def test_a_pipe_is_refused_and_stays_a_pipe(tmp_path):
   os.mkfifo(tmp_path / "pipe")
   (tmp_path / "link").symlink_to(tmp_path / "pipe")
   for name in ("pipe", "link"):
-    with pytest.raises(_atomic.PathError, match="is a pipe"):
+    with pytest.raises(atomic.PathError, match="is a pipe"):
       replace(tmp_path / name)
   assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
 
@@ -228,25 +228,25 @@ def test_a_device_is_refused(path):
   # Where standard output is a file, a link to it in /dev is a file too.
   if pathlib.Path(path).is_file():
     pytest.skip("is a file here")
-  with pytest.raises(_atomic.PathError):
+  with pytest.raises(atomic.PathError):
     replace(path)
 
 
 @pytest.mark.parametrize("path", ["", ".", "/"])
 def test_a_path_that_names_no_file_is_refused(path):
-  with pytest.raises(_atomic.PathError, match="names no file"):
+  with pytest.raises(atomic.PathError, match="names no file"):
     replace(path)
 
 
 def test_a_path_with_nul_is_refused():
-  with pytest.raises(_atomic.PathError, match="holds NUL"):
+  with pytest.raises(atomic.PathError, match="holds NUL"):
     replace("a\0b")
 
 
 def test_a_missing_folder_and_a_folder_are_named(tmp_path):
-  with pytest.raises(_atomic.PathError, match="does not exist"):
+  with pytest.raises(atomic.PathError, match="does not exist"):
     replace(tmp_path / "no" / "x")
-  with pytest.raises(_atomic.PathError, match="is a folder"):
+  with pytest.raises(atomic.PathError, match="is a folder"):
     replace(tmp_path)
 
 

@@ -16,13 +16,18 @@ import struct
 import tarfile
 import tempfile
 import zipfile
+import zlib
 
+import compare_helpers
 import flax.serialization
 import fuzz
 import numpy as np
 import pytest
 
-from jaxpruner import archives, datasets, sparse
+from jaxpruner import datasets, sparse
+from jaxpruner.compare import files as compare_files
+from jaxpruner.compare import record_files, records, run_folder, settings, table
+from jaxpruner.datasets import archives
 from jaxpruner.post_training.models import gguf
 from jaxpruner.sparse import (
   _choose,
@@ -261,6 +266,95 @@ def read_job(path):
   _staging.claim(folder, JOB)
 
 
+def make_run():
+  """The parts of a run folder, as one JSON object."""
+  cells = ("dense", "magnitude@0.8", "static_sparse@0.8")
+  spell = lambda event: event.to_json()
+  return json.dumps(
+    {
+      "run.json": compare_helpers.run_info().to_json(),
+      "results.jsonl": [spell(compare_helpers.record(c, [9.5])) for c in cells],
+      "steps.jsonl": [spell(compare_helpers.chunk(c)) for c in cells],
+      "latency.jsonl": [spell(records.Latency(c, 1.5, "dense")) for c in cells],
+    }
+  ).encode()
+
+
+def damage_run(rng, content):
+  tree = fuzz.damage_tree(rng, json.loads(content))
+  return json.dumps(tree).encode()
+
+
+def read_run(path):
+  """Read a run folder whose lines carry right sums, as an attacker's do."""
+  parts = json.loads(path.read_bytes())
+  folder = path.with_name("run")
+  shutil.rmtree(folder, ignore_errors=True)
+  folder.mkdir()
+  for name, part in parts.items() if isinstance(parts, dict) else ():
+    if name == "run.json":
+      (folder / name).write_text(json.dumps(part))
+    elif name in RUN_FILES and isinstance(part, list):
+      lines = [json.dumps(line).encode() for line in part]
+      sums = [b"%08x " % zlib.crc32(line) for line in lines]
+      pairs = zip(sums, lines, strict=True)
+      content = b"".join(a + b + b"\n" for a, b in pairs)
+      (folder / name).write_bytes(content)
+  table.rows(str(folder))
+  run_folder.read_steps(folder)
+
+
+RUN_FILES = ("results.jsonl", "steps.jsonl", "latency.jsonl")
+TOML = b"""task = "digits"
+algorithms = ["magnitude", "rigl{drop_fraction=0.1}"]
+sparsity = [0.8, 0.9]
+type = ["unstructured", "8x8"]
+seeds = 3
+
+[options]
+steps = 24
+"""
+
+
+def damage_toml(rng, content):
+  """Put an odd value in the place of one, or damage the bytes."""
+  lines = content.decode().splitlines()
+  at = rng.randrange(len(lines))
+  if " = " not in lines[at] or rng.random() < 0.3:
+    return fuzz.damage_bytes(rng, content)
+  lines[at] = f"{lines[at].split(' = ')[0]} = {json.dumps(fuzz.odd(rng))}"
+  return "\n".join(lines).encode(errors="surrogatepass")
+
+
+def make_records():
+  info = run_folder.RunInfo({"task": "digits"}, {"jax": "1"}, format=3)
+  cell = compare_helpers.record("rigl@0.8", [1.0, 2.5])
+  curve = record_files.Training("rigl@0.8", 4, [0, 2], [[1.0], [None]], "ab")
+  time = records.Latency("rigl@0.8", 1.5, "dense")
+  found = record_files.Records(
+    info, {cell.cell: cell}, {cell.cell: curve}, {cell.cell: time}
+  )
+  with tempfile.TemporaryDirectory() as folder:
+    path = pathlib.Path(folder) / "x.jsonl"
+    record_files.save(found, str(path))
+    return path.read_bytes()
+
+
+def damage_records(rng, content):
+  """Damage one line as JSON, or the whole as bytes."""
+  if rng.random() < 0.3:
+    return fuzz.damage_bytes(rng, content)
+  lines = content.splitlines()
+  at = rng.randrange(len(lines))
+  lines[at] = fuzz.damage_json(rng, lines[at])
+  return b"\n".join(lines)
+
+
+def read_records(path):
+  with record_files.as_folders([str(path)]) as (folder,):
+    run_folder.read_results(folder)
+
+
 JOB = {"settings": {"method": "wanda", "damping": 0.01}, "data": "ab" * 32,
        "targets": {"a/w": 0.5}, "refit": False}  # fmt: skip
 CACHE = json.dumps({"k": {"dense": 1.0, "sell": 0.5}, "l": {"dense": 2}})
@@ -292,6 +386,10 @@ READERS = {
             read_checkpoint("model.safetensors.index.json"),
             files.FileFormatError),
   "cache": (CACHE.encode, fuzz.damage_json, read_cache, ()),
+  "run": (make_run, damage_run, read_run, compare_files.RunFolderError),
+  "toml": (lambda: TOML, damage_toml, settings.read_config, ValueError),
+  "records": (make_records, damage_records, read_records,
+              run_folder.RunFolderError),
   "job": (lambda: json.dumps(JOB).encode(), fuzz.damage_json, read_job,
           ValueError),
 }  # fmt: skip

@@ -13,7 +13,7 @@ from jaxpruner.post_training.models import gguf
 from jaxpruner.sparse import _layouts, _safetensors, files
 
 try:
-  from jaxpruner.archives import DataError
+  from jaxpruner.datasets.archives import DataError
 except ImportError:
   from jaxpruner.sources import DataError
 

@@ -8,8 +8,9 @@ import jax.core
 import jax.numpy as jnp
 import optax
 
-from jaxpruner import _leaves, _transform, base_updater
-from jaxpruner._state import count_changes
+from jaxpruner import _leaves, base_updater
+from jaxpruner.updater import hidden, transform
+from jaxpruner.updater.masks import count_changes
 
 
 def chain(*phases: tuple[int, base_updater.BaseUpdater]) -> "Chain":
@@ -76,6 +77,7 @@ class Chain(base_updater.BaseUpdater):
   category: ClassVar[base_updater.Category] = base_updater.Category(
     dynamic=True, cost="that of the phase in force"
   )
+  targets_by_shape: ClassVar[bool] = False
 
   def __post_init__(self):
     super().__post_init__()
@@ -148,18 +150,11 @@ class Chain(base_updater.BaseUpdater):
 
   def init_extra(self, params, masks):
     made = [phase.init_extra(params, masks) for _, phase in self.phases]
-    return tuple(map(_leaves.hide, made))
+    return tuple(map(_leaves.without_none, made))
 
   def wrap_optax(self, inner):
     parts = [phase.wrap_optax(inner) for _, phase in self.phases]
-    wide = [jnp.float32] if self.hides else []
-
-    def init_fn(params):
-      if _transform.is_placeholder(params):
-        return _transform.placeholders(self, inner, params)
-      state = self.init_state(params)
-      inner_state = inner.init(self.dense_params(params, state))
-      return state._replace(inner_state=inner_state)
+    wide = [jnp.float32] if hidden.hides(self) else []
 
     def update_fn(updates, state, params=None, **extra):
       if params is None:
@@ -181,7 +176,9 @@ class Chain(base_updater.BaseUpdater):
 
       return self._in_force(run, state.count, updates, state, params)
 
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    return optax.GradientTransformationExtraArgs(
+      transform.make_init(self, inner), update_fn
+    )
 
   def _in_force(self, run, step, *args):
     """Return `run(i, *args)` of the phase that contains a step."""
@@ -210,18 +207,15 @@ class Chain(base_updater.BaseUpdater):
 
     def enter(state):
       view, new = self.view(params), state
-      if phase.hides and not self.phases[i - 1][1].hides:
+      before = self.phases[i - 1][1]
+      if hidden.hides(phase) and not hidden.hides(before):
         # The phase before trained what params show.
-        new = new._replace(hidden=self._hidden(view))
+        new = new._replace(hidden=hidden.copies(self, view))
       masks = view.put(None, view.of(state.masks))
-      if (
-        _is_dense(self.phases[i - 1][1])
-        and phase.category.start == "sparse-to-sparse"
-      ):
+      if _is_dense(before) and phase.category.start == "sparse-to-sparse":
         masks = phase.get_initial_masks(params, phase.target_sparsities(params))
-        first = view.split(_leaves.align(params, masks))
-        new = new._replace(masks=view.store(first))
-      stats = _leaves.hide(phase.init_extra(params, masks))
+        new = new._replace(masks=view.store(view.of(masks, packed=False)))
+      stats = _leaves.without_none(phase.init_extra(params, masks))
       new = new._replace(stats=stats)
       return count_changes(view, state, new, self.regrows)
 

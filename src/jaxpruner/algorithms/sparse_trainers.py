@@ -17,8 +17,8 @@ from jaxpruner import (
   mask_calculator,
   sparsity_types,
 )
-from jaxpruner._state import refuse_nan
 from jaxpruner.algorithms import criteria, redistribution
+from jaxpruner.updater.state import refuse_nan
 
 # What a part needs -> the names in `state.stats` of what is kept for it.
 _STATISTICS = {"momentum": ("momentum",), "sums": ("sum", "squares")}

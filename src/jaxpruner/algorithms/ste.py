@@ -11,8 +11,9 @@ from typing import Any, ClassVar
 
 import jax.numpy as jnp
 
-from jaxpruner import _view, base_updater, engine
+from jaxpruner import base_updater, engine
 from jaxpruner.algorithms import pruners
+from jaxpruner.updater import checks
 
 
 def _first_hint(view: Any) -> dict[str, Any] | None:
@@ -122,7 +123,7 @@ class SrStePruning(SteMagnitudePruning):
 
   def __post_init__(self):
     super().__post_init__()
-    _view.check_number(self, "mask_decay")
+    checks.check_number(self, "mask_decay")
 
   def prepare_gradients(self, grads, state, params):
     grads = super().prepare_gradients(grads, state, params)

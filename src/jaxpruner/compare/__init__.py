@@ -18,11 +18,13 @@ executors     compute cells in this process or on a Ray cluster
 workers       compute cells in several processes: both ends of the protocol
 files         read and write files of a run folder safely
 run_folder    the results on disk; a run can be killed at any time
+record_files  a finished run as one small file, to publish and restore
 fingerprint   everything that determines a run's numbers
 statistics, table, columns, exports   from records to numbers, rows and text
 metric_picture, pictures, page, terminal, latency   pictures, report, times
 questions/    questions with their axes, measurements, pictures and verdict
-command, report_command   the two subcommands
+command, report_command, fit_command, records_command, reproduce_command   the
+              subcommands
 from_python   `jaxpruner.compare.run`
 """
 

@@ -20,7 +20,7 @@ from typing import IO, Any, NamedTuple
 
 import numpy as np
 
-from jaxpruner import _atomic
+from jaxpruner._tools import atomic
 
 _NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)  # Windows has neither
 _NONBLOCK = getattr(os, "O_NONBLOCK", 0)
@@ -116,7 +116,7 @@ def write_atomic(path: pathlib.Path, content: bytes) -> None:
   check_regular(path)
   with explained(path):
     path.parent.mkdir(parents=True, exist_ok=True)
-    _atomic.write_bytes(path, content)
+    atomic.write_bytes(path, content)
 
 
 def append_line(path: pathlib.Path, record: Mapping[str, Any]) -> None:
@@ -131,6 +131,33 @@ def append_line(path: pathlib.Path, record: Mapping[str, Any]) -> None:
 def say(message: str) -> None:
   """Print a message on standard error."""
   print(f"jaxpruner: {message}", file=sys.stderr)
+
+
+def parse(content: bytes) -> Any:
+  """Return the value of JSON that anyone may have written.
+
+  Args:
+    content: the JSON.
+
+  Returns:
+    The value; its texts can be encoded, its numbers are finite.
+
+  Raises:
+    ValueError: it is no JSON, nested too deeply, or holds a lone surrogate, a
+      number that is not finite, or one too long for a float.
+  """
+  try:
+    value = json.loads(content, parse_int=_whole)
+    json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+  except RecursionError as error:
+    raise ValueError("nested too deeply") from error
+  return value
+
+
+def _whole(text: str) -> int:
+  if len(text) > 300:
+    raise ValueError(f"{text:.20}… has {len(text)} digits")
+  return int(text)
 
 
 class Line(NamedTuple):
@@ -172,7 +199,7 @@ def read_lines(
         "computed again"
       )
     try:
-      found.append(Line(f"{path}, line {number}", json.loads(payload)))
+      found.append(Line(f"{path}, line {number}", parse(payload)))
     except ValueError as error:
       raise RunFolderError(
         f"{path}, line {number}: not JSON ({error}); delete that line"

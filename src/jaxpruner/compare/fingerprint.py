@@ -22,7 +22,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxpruner import _fingerprint
+from jaxpruner._tools import fingerprint
 from jaxpruner.compare import groups, plan, pretrained, streams, tasks
 from jaxpruner.compare.run_folder import FORMAT, RunInfo
 from jaxpruner.compare.settings import ComparisonSettings
@@ -47,20 +47,20 @@ def run_info(
   device = jax.devices()[0].device_kind
   task = plan.base_task(settings)
   now = datetime.datetime.now(datetime.UTC)
-  found = _fingerprint.versions(*PACKAGES)
+  found = fingerprint.versions(*PACKAGES)
   versions = {name: str(version) for name, version in found.items()}
   if in_process:
     versions["cores"] = str(os.cpu_count())
   planned = plan.plan(settings)
   entries = [groups.listed(cell, task) for cell in planned.cells]
-  hashes = {"sha256": _fingerprint.arrays(data)}
+  hashes = {"sha256": fingerprint.arrays(data)}
   if settings.checkpoint:
     hashes["init"] = pretrained.digest(settings.checkpoint)
   batch = None
   if task.streamed:
     first = streams.check(task)
     batch = first[0]
-    hashes["first batches"] = _fingerprint.arrays(first)
+    hashes["first batches"] = fingerprint.arrays(first)
   imports = {name: hash_module(name) for name in settings.imports}
   if not _is_ours(task):
     imports |= _own_task(settings.task, task, data, batch)
@@ -70,7 +70,7 @@ def run_info(
     task=fields_of(task),
     data=hashes,
     imports=imports,
-    jax={name: str(x) for name, x in _fingerprint.settings().items()},
+    jax={name: str(x) for name, x in fingerprint.settings().items()},
     cells=[
       [
         *entry.cell._replace(sparsity=float(entry.cell.sparsity)),
@@ -96,7 +96,7 @@ def fields_of(task: tasks.Task) -> dict[str, Any]:
   plain = (int, float, str, bool, type(None))
   found = {f.name: getattr(task, f.name) for f in dataclasses.fields(task)}
   return {
-    name: value if isinstance(value, plain) else _fingerprint.describe(value)
+    name: value if isinstance(value, plain) else fingerprint.describe(value)
     for name, value in found.items()
     if name != "functions"
   }
@@ -144,8 +144,8 @@ def _own_task(
   hashes = {name: hash_module(module)} if colon else {}
   if functions := getattr(task, "functions", None):
     parts = (functions.batches, functions.evaluate, functions.test)
-    hashes["functions"] = _fingerprint.text(
-      " ".join(_fingerprint.source(part) for part in parts if part is not None)
+    hashes["functions"] = fingerprint.text(
+      " ".join(fingerprint.source(part) for part in parts if part is not None)
     )
   elif not colon:
     hashes[name] = hash_module(type(task).__module__)
@@ -192,7 +192,7 @@ def _program(task: tasks.Task, data: Any, batch: Any) -> str:
     lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), data
   )
   key = jax.eval_shape(lambda: jax.random.key(0))
-  return _fingerprint.function(step, key, shapes, batch)
+  return fingerprint.function(step, key, shapes, batch)
 
 
 def hash_module(name: str) -> str:

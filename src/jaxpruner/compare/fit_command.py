@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxpruner import scaling
-from jaxpruner.compare import files, run_folder, spelling
+from jaxpruner.compare import files, record_files, run_folder, spelling
 from jaxpruner.compare.cells import Cell
 from jaxpruner.compare.records import Record
 
@@ -19,7 +19,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     "runs",
     nargs="+",
     metavar="RUN",
-    help="run folders of `jaxpruner compare` with several widths and steps",
+    help="run folders of `jaxpruner compare`, or files of records, with "
+    "several widths and steps",
   )
   parser.add_argument(
     "--algorithm",
@@ -118,7 +119,8 @@ def run(args: argparse.Namespace) -> int:
   try:
     if args.plot and pathlib.Path(args.plot).suffix not in (".png", ".svg"):
       raise ValueError(f"--plot {args.plot}: must end in .png or .svg")
-    found = [t for path in args.runs for t in trainings(path, args.algorithm)]
+    with record_files.as_folders(args.runs) as runs:
+      found = [t for path in runs for t in trainings(path, args.algorithm)]
     is_out = lambda t: bool(args.hold_out) and args.hold_out in t.name
     inside = [t for t in found if not is_out(t)]
     outside = [t for t in found if is_out(t)]
@@ -131,7 +133,7 @@ def run(args: argparse.Namespace) -> int:
     fit = scaling.fit(scaling.Points(*columns), resamples=args.resamples)
     print("\n".join(describe(fit, inside, outside)))
     if args.plot:
-      _draw(fit, inside, outside, pathlib.Path(args.plot))
+      draw(fit, inside, outside, pathlib.Path(args.plot))
   except (files.RunFolderError, ValueError, OSError) as error:
     print(f"jaxpruner fit: {error}", file=sys.stderr)
     return 2
@@ -181,7 +183,7 @@ def _best(law: scaling.JointLaw, inside: list[Training]) -> list[str]:
   ]
 
 
-def _draw(
+def draw(
   fit: scaling.Fit,
   inside: list[Training],
   outside: list[Training],
@@ -190,7 +192,7 @@ def _draw(
   """Draw measured against predicted losses, and the law over the weights."""
   from matplotlib import figure
 
-  from jaxpruner import plot
+  from jaxpruner.inspect import plot
 
   with plot.styled():
     picture = figure.Figure(figsize=(9, 4), layout="constrained")

@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 
 import matplotlib.pyplot as plt
 
-from jaxpruner import plot
 from jaxpruner.compare import cells
 from jaxpruner.compare import groups as groups_lib
 from jaxpruner.compare.columns import percent
 from jaxpruner.compare.table import TableRow
+from jaxpruner.inspect import plot
 
 CROWD = 8  # curves in one panel that can still be told apart
 

@@ -6,11 +6,11 @@ import pathlib
 import re
 from collections.abc import Sequence
 
-from jaxpruner import plot
 from jaxpruner.compare import columns, files, pictures, run_folder, table
 from jaxpruner.compare.questions import asking
 from jaxpruner.compare.run_folder import RunInfo
 from jaxpruner.compare.table import TableRow
+from jaxpruner.inspect import plot
 
 _CSS = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #1b1b1b; margin: 2rem auto;

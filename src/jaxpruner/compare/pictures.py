@@ -11,12 +11,12 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib import ticker
 
-from jaxpruner import plot
 from jaxpruner.compare import metric_picture
 from jaxpruner.compare.cells import DENSE, Cell
 from jaxpruner.compare.columns import percent
 from jaxpruner.compare.records import Chunk
 from jaxpruner.compare.table import TableRow
+from jaxpruner.inspect import plot
 
 Steps = dict[str, list[Chunk]]
 

@@ -7,9 +7,13 @@ import sys
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
   """Declare the options."""
-  parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders")
   parser.add_argument(
-    "--out", help="where report.html goes (default: the first run folder)"
+    "runs", nargs="+", metavar="RUN", help="run folders, or files of records"
+  )
+  parser.add_argument(
+    "--out",
+    help="where report.html goes (default: the first run folder; for a file of "
+    "records, a folder of its name beside it)",
   )
   parser.add_argument(
     "--import",
@@ -30,7 +34,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
   """Write report.html and the pictures, or export the table."""
-  from jaxpruner.compare import exports, files, page, table, terminal
+  from jaxpruner.compare import (
+    exports,
+    files,
+    page,
+    record_files,
+    table,
+    terminal,
+  )
   from jaxpruner.compare.modules import import_modules
 
   writers = {
@@ -45,12 +56,15 @@ def run(args: argparse.Namespace) -> int:
       if value == "":
         raise ValueError(f"--{name} '': is empty; give a path")
     import_modules(args.imports or ())
-    if not any(chosen.values()):
-      out = args.out or args.runs[0]
-      terminal.print_table(page.write_report(args.runs, out))
-      print(f"report: {pathlib.Path(out) / 'report.html'}")
-      return 0
-    rows = [row for path in args.runs for row in table.rows(path)]
+    if not args.out and pathlib.Path(args.runs[0]).is_file():
+      args.out = str(pathlib.Path(args.runs[0]).with_suffix(""))
+    with record_files.as_folders(args.runs) as runs:
+      if not any(chosen.values()):
+        out = args.out or args.runs[0]
+        terminal.print_table(page.write_report(runs, out))
+        print(f"report: {pathlib.Path(out) / 'report.html'}")
+        return 0
+      rows = [row for path in runs for row in table.rows(path)]
     for name, target in chosen.items():
       if target == "-":
         sys.stdout.write(writers[name](rows))

@@ -237,8 +237,8 @@ def read_run(path: str | os.PathLike) -> RunInfo:
     raise RunFolderError(f"{path}: no run.json, so not a run folder")
   try:
     with files.open_own(file, "rb") as opened:
-      info = RunInfo.from_json(json.loads(opened.read()), str(file))
-  except (OSError, ValueError, RecursionError) as error:
+      info = RunInfo.from_json(files.parse(opened.read()), str(file))
+  except (OSError, ValueError) as error:
     raise RunFolderError(
       f"{file}: cannot be read ({error}); restore it, or start again with "
       "another --out"

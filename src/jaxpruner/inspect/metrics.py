@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpruner import _leaves
-from jaxpruner._state import SparseState, Tally, find_state
+from jaxpruner.updater.state import SparseState, Tally, find_state
 
 PyTree: TypeAlias = Any
 

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpruner import _leaves, _tools, mask_calculator
-from jaxpruner._state import find_state
+from jaxpruner.updater import prunable
+from jaxpruner.updater.state import find_state
 
 PyTree: TypeAlias = Any
 
@@ -375,7 +376,7 @@ def _rows(params: PyTree, masks: PyTree, updater: Any) -> list[_Row]:
   ]
   if updater is None:
     return whole
-  why = updater.explain(params)
+  why = prunable.reasons(updater, params)
   view = updater.view(params)
   own: dict[int, list[_Row]] = {}
   for place, cut, names, target, kind in zip(

@@ -18,7 +18,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 import jaxpruner
-from jaxpruner import _fingerprint
+from jaxpruner._tools import fingerprint as fingerprints
 
 
 def fingerprint(pruner: jaxpruner.BaseUpdater) -> str:
@@ -44,7 +44,7 @@ def fingerprint(pruner: jaxpruner.BaseUpdater) -> str:
     if dataclasses.is_dataclass(pruner):
       for field in dataclasses.fields(pruner):
         value = getattr(pruner, field.name)
-        facts[field.name] = _fingerprint.describe(value)
+        facts[field.name] = fingerprints.describe(value)
   return json.dumps(facts, sort_keys=True)
 
 
@@ -356,4 +356,4 @@ def _differing(saved: Any, mine: str) -> str:
     found = json.loads(saved)
   except (TypeError, ValueError):
     return ""
-  return f": {'; '.join(_fingerprint.differences(found, json.loads(mine)))}"
+  return f": {'; '.join(fingerprints.differences(found, json.loads(mine)))}"

@@ -1,6 +1,6 @@
 """Sparse training at the size of what is kept: weights, gradients, moments."""
 
-from jaxpruner import _on_use
+from jaxpruner._tools import on_use
 
 # name -> the module below jaxpruner.kept that defines it
 _MODULES = {
@@ -23,7 +23,7 @@ _MODULES = {
 }
 
 __all__ = sorted(_MODULES)  # pyright: ignore[reportUnsupportedDunderAll]
-__getattr__ = _on_use.names_of(__name__, _MODULES)
+__getattr__ = on_use.names_of(__name__, _MODULES)
 
 
 def __dir__() -> list[str]:

@@ -62,7 +62,7 @@ def check_updater(updater: Any) -> None:
       "weights that are not stored; set it to True"
     )
   for field in dataclasses.fields(base_updater.BaseUpdater):
-    value = getattr(updater, field.name)
+    value = vars(updater)[field.name]
     if field.name in _MASKED_ONLY and value != field.default:
       raise ValueError(
         f"KeptUpdater: {field.name}={value!r} has no effect at kept size; "

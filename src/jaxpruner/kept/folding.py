@@ -50,6 +50,8 @@ def find(
 def _fold(shape: tuple[int, ...], uses: list[Any]) -> Fold:
   ndim = len(shape)
   for use in uses:
+    if use.operation == "take":
+      continue  # a lookup says nothing of products
     axes = set(use.contract)
     for split in range(1, ndim):
       if axes in (set(range(split)), set(range(split, ndim))):

@@ -10,18 +10,20 @@ import numpy as np
 import optax
 from jax import Array
 
-from jaxpruner import (
-  _leaves,
-  _moments,
-  _state,
-  _transform,
-  base_updater,
-)
+from jaxpruner import _leaves, base_updater
 from jaxpruner.algorithms import criteria
 from jaxpruner.kept import capture, checking, folding, rewiring, tensors
 from jaxpruner.kept import growth as growing
 from jaxpruner.kept.layouts import Layout
 from jaxpruner.program.owners import Owners, per_weight
+from jaxpruner.updater import checks, moments
+from jaxpruner.updater.seeds import params_key
+from jaxpruner.updater.state import (
+  SparseState,
+  find_only,
+  seed_data,
+  unpack_mask,
+)
 
 PyTree = Any
 
@@ -75,7 +77,7 @@ def find_kept_state(opt_state: PyTree) -> KeptState:
     >>> kept.find_kept_state(opt_state).layouts["w"].count
     4
   """
-  return _state.find_only(
+  return find_only(
     opt_state,
     KeptState,
     "states of kept storage",
@@ -240,7 +242,7 @@ class KeptUpdater:
       `(weights, opt_state)`: a tree with `KeptTensor` leaves, and the state to
       go on with; the optimizer must be the same.
     """
-    if not isinstance(opt_state, _state.SparseState):
+    if not isinstance(opt_state, SparseState):
       raise ValueError(
         f"from_masked: opt_state is {type(opt_state).__name__}, not the "
         "SparseState of wrap_optax; wrap_optax must be outermost"
@@ -290,7 +292,7 @@ class KeptUpdater:
       `update` gradients and parameters of kept size. Algorithms that grow by
       gradient need `update(…, growth=growth)` from `value_and_grad`.
     """
-    _transform._warn_if_never_updates(self.updater)
+    checks.warn_if_never_updates(self.updater)
     inner = optax.with_extra_args_support(inner)
 
     def init(params: PyTree) -> KeptState:
@@ -322,10 +324,10 @@ class KeptUpdater:
       )
       stays = [None if m is None else ~m for m in _align(params, moved)]
       cleared = _clear(params, moved)
-      keep = _moments.keepers(
+      keep = moments.keepers(
         state.inner_state, params, stays, inner.init(cleared), due
       )
-      updates, inner_state = _moments.update(step, state.inner_state, keep)
+      updates, inner_state = moments.update(step, state.inner_state, keep)
       updates = jax.tree.map(
         lambda u: jnp.where(due, jnp.zeros_like(u), u), updates
       )
@@ -418,7 +420,7 @@ class KeptUpdater:
   def _seed(self, key: Any) -> Array:
     seed = self.updater.rng_seed
     if seed is not None:
-      return _state.seed_data(seed)
+      return seed_data(seed)
     return jax.random.key_data(key) if tensors.is_key(key) else key
 
   def _start(self, weights: PyTree) -> KeptState:
@@ -439,9 +441,9 @@ class KeptUpdater:
       _named_layout, weights, is_leaf=tensors.is_kept
     )
     if self.updater.rng_seed is not None:
-      key = _state.seed_data(self.updater.rng_seed)
+      key = seed_data(self.updater.rng_seed)
     else:
-      key = _state.params_key(tensors.split(weights)[0])
+      key = params_key(tensors.split(weights)[0])
     return KeptState(
       layouts=named,
       count=jnp.zeros([], jnp.int32),
@@ -560,7 +562,7 @@ def _unpacked(params: PyTree, masks: PyTree) -> PyTree:
   def unpack(_, param, mask):
     if mask is None or mask.shape == param.shape:
       return mask
-    return _leaves.unpack(mask, param)
+    return unpack_mask(mask, param)
 
   return _leaves.map_masks(unpack, params, masks)
 

@@ -3,7 +3,7 @@
 Names are imported on first use: `import jaxpruner` stays light.
 """
 
-from jaxpruner import _on_use
+from jaxpruner._tools import on_use
 
 # name -> the module below jaxpruner.post_training that defines it
 _MODULES = {
@@ -25,7 +25,7 @@ _MODULES = {
 }
 
 __all__ = sorted(_MODULES)  # pyright: ignore[reportUnsupportedDunderAll]
-__getattr__ = _on_use.names_of(__name__, _MODULES)
+__getattr__ = on_use.names_of(__name__, _MODULES)
 
 
 def __dir__() -> list[str]:

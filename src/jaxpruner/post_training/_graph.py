@@ -20,7 +20,7 @@ import numpy as np
 
 from jaxpruner import program as _program
 from jaxpruner.program import Node, Program, Var, windows
-from jaxpruner.program.primitives import CASTS, COPIES, VIEWS
+from jaxpruner.program.primitives import CASTS, COPIES, PRODUCTS, VIEWS
 
 # Operations of one operand through which a weight stays the same weights.
 _FOLLOWED = VIEWS | CASTS | COPIES
@@ -153,6 +153,7 @@ class _Finder:
   Attributes:
     views: variables that are a parameter, or part of one, in another shape.
     moving: variables that depend on the batch.
+    derived: variables that depend on parameters, not on the batch.
     products: weights of products, with the product.
     norms: normalisations by running statistics.
     other: leaf -> operations that forbid pruning it.
@@ -165,6 +166,7 @@ class _Finder:
     self.shapes = [v.shape for v in weights]
     self.views = {v: View(i) for i, v in enumerate(weights)}
     self.moving = set(inputs)
+    self.derived = set(weights)
     self.products: list[tuple[Part, Node]] = []
     self.norms: list[Norm] = []
     self.other: dict[int, set[str]] = {}
@@ -179,7 +181,9 @@ class _Finder:
       self.moving.update(node.outputs)
       followed = self._meets_activations(position, node)
     else:
-      followed = self._relaid(node, weights)
+      followed = self._relaid(node, weights) or self._with_constant(node)
+      if not self.derived.isdisjoint(node.inputs):
+        self.derived.update(node.outputs)
     if not followed:
       for v in weights:
         self.forbid(self.views[v].leaf, _program.describe(node.name))
@@ -191,6 +195,15 @@ class _Finder:
     for i, out in enumerate(node.outputs):
       self.views[out] = self.views[weights[0]].then(node, i)
     return True
+
+  def _with_constant(self, node: Node) -> bool:
+    """Tell whether a weight is multiplied by numbers of the program itself.
+
+    The first step of a recurrence multiplies a state of zeros. Nothing of the
+    data is there to be counted, and nothing forbids pruning.
+    """
+    numbers = [v for v in node.inputs[:2] if v not in self.derived]
+    return node.name in PRODUCTS and len(numbers) == 1
 
   def _meets_activations(self, position: int, node: Node) -> bool:
     """Note a product or a normalisation; tell whether it was a product."""

@@ -107,10 +107,13 @@ class Stream:
     self._needed = self._liveness()
 
   def _sites(self, cut: Cut) -> list[Site | Norm]:
+    """Return the products since the cut before, and the norms of this one."""
+    i = self._cuts.index(cut)
+    start = self._cuts[i - 1].position if i else -1
     sites = [
       site
       for site, position in self._graph.position.items()
-      if position == cut.position
+      if start < position <= cut.position
       and any(site in p.sites for c in self._cuts for p in c.parts)
     ]
     return [*sites, *cut.norms]

@@ -118,6 +118,11 @@ class Model:
     for i in chosen:
       if i in self.graph.other:
         names = ", ".join(sorted(self.graph.other[i]))
+        if names == "scan":
+          names = (
+            f"a scan of more than {_program.UNROLL} steps: calibrate "
+            "on shorter sequences"
+          )
         reasons[self.name(i)] = f"also used by {names}"
       elif i not in found:
         reasons[self.name(i)] = "not used by a product"

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpruner import _leaves, _tools
-from jaxpruner._state import apply_mask
+from jaxpruner.updater.state import apply_mask
 
 
 def add_lora(params: Any, masks: Any, rank: int, key: jax.Array) -> Any:

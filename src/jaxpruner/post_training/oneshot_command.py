@@ -11,7 +11,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxpruner import _fingerprint, archives, datasets, sparse
+from jaxpruner import datasets, sparse
+from jaxpruner._tools import fingerprint
+from jaxpruner.datasets import archives
 from jaxpruner.post_training import (
   calibration_text,
   evaluation,
@@ -115,7 +117,7 @@ def _write_folder(
 
     file.rewrite(
       args.out, content, layout=args.layout, metadata=about,
-      facts={"weights": _fingerprint.arrays(params)},
+      facts={"weights": fingerprint.arrays(params)},
     )  # fmt: skip
 
 

@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpruner import _fingerprint, sparsity_distributions
+from jaxpruner import sparsity_distributions
+from jaxpruner._tools import fingerprint
 from jaxpruner.config import codec
 from jaxpruner.post_training import (
   _graph,
@@ -222,11 +223,11 @@ class _Job:
       "type": repr(self._kind),
       "refit": self._refit,
       "sequential": self._sequential,
-      "function": _fingerprint.text(repr(model.program.signature())),
-      "weights": _fingerprint.arrays(model.leaves),
+      "function": fingerprint.text(repr(model.program.signature())),
+      "weights": fingerprint.arrays(model.leaves),
       "data": None,
-      "jax": _fingerprint.settings(),
-      "versions": _fingerprint.versions(),
+      "jax": fingerprint.settings(),
+      "versions": fingerprint.versions(),
     }
     if self._settings.needs == "none" and not self._refit:
       _staging.claim(folder, facts)
@@ -241,7 +242,7 @@ class _Job:
     The stream reads every batch before it asks for a finished layer, so none
     is reused unless the data is that of the layer.
     """
-    digest = _fingerprint.Digest()
+    digest = fingerprint.Digest()
     for batch in batches:
       digest.update(batch)
       yield batch

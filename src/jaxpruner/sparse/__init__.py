@@ -4,7 +4,7 @@ Names are imported on first use: `import jaxpruner` stays light, and a missing
 extra (numba) matters only to the names that need it.
 """
 
-from jaxpruner import _on_use
+from jaxpruner._tools import on_use
 
 # name -> the module below jaxpruner.sparse that defines it
 _MODULES = {
@@ -13,17 +13,20 @@ _MODULES = {
   "Block": "format_block",
   "Checkpoint": "checkpoints",
   "Compact": "format_compact",
+  "Diagonals": "format_diagonals",
   "FileFormatError": "files",
   "Kept": "formats",
-  "LayerReport": "acceleration",
+  "LayerReport": "reports",
   "LoadedModel": "artifacts",
   "NM": "format_nm",
-  "Report": "acceleration",
+  "Panel": "format_panel",
+  "Report": "reports",
   "Sell": "format_sell",
   "Shrunk": "shrinking",
   "Sizes": "interchange",
   "SparseMatrix": "formats",
   "SparseTensor": "formats",
+  "StridedNM": "format_strided_nm",
   "accelerate": "acceleration",
   "bytes_report": "interchange",
   "conv_contract": "ops",
@@ -49,7 +52,7 @@ _MODULES = {
 }
 
 __all__ = sorted(_MODULES)  # pyright: ignore[reportUnsupportedDunderAll]
-__getattr__ = _on_use.names_of(__name__, _MODULES)
+__getattr__ = on_use.names_of(__name__, _MODULES)
 
 
 def __dir__() -> list[str]:

@@ -8,6 +8,7 @@ cached, so identical layers and later runs measure nothing.
 import contextlib
 import functools
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -21,9 +22,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpruner import _atomic, _fingerprint
+from jaxpruner._tools import atomic, fingerprint
 from jaxpruner.sparse import formats
-from jaxpruner.sparse._rewrite import Stacked
+from jaxpruner.sparse._parts import Stacked
 
 Timer = Callable[[Mapping[str, Callable[[], Any]]], dict[str, float]]
 
@@ -36,6 +37,9 @@ CALL = 5e-6
 # Seconds that a measurement takes at least, if its budget has them.
 LEAST = 0.05
 _MAX_CACHE = 1 << 26  # bytes of a file of timings that are read
+# Bytes of the last cache where nothing is known of it, and at most; copies of
+# a weight that are timed.
+_LIKELY_CACHE, _MOST_CACHE, _MAX_COPIES = 1 << 23, 1 << 26, 64
 
 
 def measure(
@@ -44,30 +48,66 @@ def measure(
   """Return the seconds that each thunk takes without disturbance.
 
   The thunks run interleaved, so that a short slowdown of the machine affects
-  all of them. The fastest tenth of each thunk's runs counts, because a late
-  thread can make a run several times as long, sometimes for most of a
-  measurement: a sparse format must beat the best time of dense.
+  all of them. Where the choice is a close one, they run three times as long.
   """
   for thunk in thunks.values():
     jax.block_until_ready(thunk())
-  times: dict[str, list[float]] = {name: [] for name in thunks}
+  runs: dict[str, list[float]] = {name: [] for name in thunks}
   start = time.perf_counter()
   turns = 0
   while True:
     spent = time.perf_counter() - start
     # Thunks of microseconds are repeated for longer than a disturbance lasts.
     if turns >= 5 and (spent >= budget or (turns > 100 and spent >= LEAST)):
-      break
+      times = summarize(runs)
+      if spent >= 3 * budget or not _is_close(times):
+        return times
     turns += 1
     for name, thunk in thunks.items():
-      begin = time.perf_counter()
-      jax.block_until_ready(thunk())
-      times[name].append(time.perf_counter() - begin)
-  return {name: float(np.quantile(t, 0.1)) for name, t in times.items()}
+      runs[name].append(_seconds(thunk))
+
+
+def _seconds(thunk: Callable[[], Any]) -> float:
+  """Time one run; waiting for a processor that others use does not count.
+
+  A run that takes longer than all its threads worked has waited.
+  """
+  begin, worked = time.perf_counter(), time.process_time()
+  jax.block_until_ready(thunk())
+  worked = time.process_time() - worked
+  spent = time.perf_counter() - begin
+  return min(spent, worked) if worked > 0 else spent
+
+
+def summarize(runs: Mapping[str, list[float]]) -> dict[str, float]:
+  """Return a time for each thunk that a choice can be based on.
+
+  The fastest tenth of each thunk's runs counts, because a late thread can make
+  a run several times as long, sometimes for most of a measurement. Beside
+  that, a format must be as much faster than dense in three of four turns.
+  """
+  times = {name: float(np.quantile(t, 0.1)) for name, t in runs.items()}
+  dense = runs.get("dense")
+  if dense is None:
+    return times
+  for name, taken in runs.items():
+    if name != "dense":
+      ratios = np.divide(dense, np.maximum(taken, 1e-12))
+      usual = max(float(np.quantile(ratios, 0.25)), 1e-12)
+      times[name] = max(times[name], times["dense"] / usual)
+  return times
+
+
+def _is_close(times: Mapping[str, float]) -> bool:
+  """Tell whether dense and the best format are hard to tell apart."""
+  if "dense" not in times or len(times) < 2:
+    return False
+  best = min(t for name, t in times.items() if name != "dense")
+  return 0.9 < times["dense"] / (MARGIN * best + CALL) < 1.15
 
 
 def candidates(
-  kept: np.ndarray, batch: int, stacked: bool = False
+  kept: np.ndarray, batch: int, stacked: bool = False, taken: bool = False
 ) -> dict[str, dict[str, Any]]:
   """Return the formats, with their options, that may beat dense.
 
@@ -75,12 +115,15 @@ def candidates(
     kept: the boolean (contracted, kept) mask of one weight.
     batch: how many rows it multiplies.
     stacked: whether the weight is one of a stack of layers.
+    taken: whether columns are also looked up.
   """
   seen = formats.Kept(kept, batch)
   found: dict[str, dict[str, Any]] = {}
   for name, kind in formats.FORMATS.items():
     if stacked and not kind.stackable:
       continue  # its arrays have shapes of their own in every layer
+    if taken and kind.take is formats.SparseMatrix.take:
+      continue  # it would decode the whole table for a few columns
     options = kind.fits(seen)
     if options is not None and kind.runs_here():
       found[name] = options
@@ -117,11 +160,14 @@ def pack(
   return Stacked(stack, len(layers))
 
 
-def key(leaf: Any, kept: np.ndarray, use: Any, tried: Mapping[str, Any]) -> str:
+def key(
+  leaf: Any, kept: np.ndarray, use: Any, tried: Mapping[str, Any], cold: bool
+) -> str:
   """Return the cache key of a measurement: all that its result depends on."""
   parts = (
-    _machine(), use.operation, use.contract, use.x.shape, str(use.x.dtype),
-    leaf.shape, str(leaf.dtype), use.stacked, round(float(kept.mean()), 2),
+    _machine(), cold, use.operation, use.contract, use.x.shape,
+    str(use.x.dtype), leaf.shape, str(leaf.dtype), use.stacked,
+    round(float(kept.mean()), 2),
     sorted((name, str(options)) for name, options in tried.items()),
   )  # fmt: skip
   return hashlib.sha256(repr(parts).encode()).hexdigest()[:24]
@@ -134,7 +180,7 @@ def _machine() -> tuple[str, ...]:
   if info.exists():
     lines = info.read_text().splitlines()
     cpu = next((l for l in lines if l.startswith("model name")), cpu)
-  versions = _fingerprint.versions("jax", "jaxpruner", "numba")
+  versions = fingerprint.versions("jax", "jaxpruner", "numba")
   return cpu, str(os.cpu_count()), repr(versions), jax.default_backend()
 
 
@@ -168,7 +214,7 @@ class Timings:
       return
     with contextlib.suppress(OSError):
       self.path.parent.mkdir(parents=True, exist_ok=True)
-      _atomic.write_bytes(self.path, json.dumps(self.table).encode())
+      atomic.write_bytes(self.path, json.dumps(self.table).encode())
 
 
 def _are_times(value: Any) -> bool:
@@ -192,8 +238,19 @@ def time_formats(
   use: Any,
   tried: Mapping[str, Mapping[str, Any]],
   timer: Timer,
+  cold: bool = False,
 ) -> dict[str, float]:
-  """Time the product with the dense weight and with every candidate."""
+  """Time the product with the dense weight and with every candidate.
+
+  Args:
+    leaf: the weight, or a stack of them.
+    kept: its mask.
+    use: the product.
+    tried: the candidates and their options.
+    timer: the measurement.
+    cold: whether the model is larger than the cache: then each run reads
+      another copy of the weight, since the model itself finds it in memory.
+  """
   layer, mask = (leaf[0], kept[0]) if use.stacked else (leaf, kept)
   x = jax.random.normal(jax.random.key(0), use.x.shape).astype(use.x.dtype)
   weights: dict[str, Any] = {"dense": jnp.asarray(layer)}
@@ -202,9 +259,28 @@ def time_formats(
       layer, mask, format=name, contract=use.contract, **options
     )
   product = jax.jit(use.run)
-  return timer(
-    {name: functools.partial(product, x, w) for name, w in weights.items()}
-  )
+
+  def repeated(w):
+    copies = itertools.cycle(_copies(w) if cold else [w])
+    return lambda: product(x, next(copies))
+
+  return timer({name: repeated(w) for name, w in weights.items()})
+
+
+def _copies(weight: Any) -> list[Any]:
+  """Return copies that do not fit into the cache together."""
+  count = min(_MAX_COPIES, 1 + 2 * cache_size() // max(weight.nbytes, 1))
+  return [jax.tree.map(jnp.copy, weight) for _ in range(count)]
+
+
+@functools.cache
+def cache_size() -> int:
+  """Return the bytes of the processor's last cache, as far as it is known."""
+  sizes = [_LIKELY_CACHE]
+  for path in pathlib.Path("/sys/devices/system/cpu/cpu0/cache").glob("*/size"):
+    with contextlib.suppress(OSError, ValueError):
+      sizes.append(int(path.read_text().strip().removesuffix("K")) << 10)
+  return min(max(sizes), _MOST_CACHE)
 
 
 def fastest(times: Mapping[str, float]) -> str:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxpruner import _atomic
+from jaxpruner._tools import atomic
 from jaxpruner.sparse import _foreign
 from jaxpruner.sparse import _safetensors as st
 from jaxpruner.sparse._layouts import Content, Tensor
@@ -183,7 +183,7 @@ class Msgpack(_foreign.Foreign):
     overwrite: bool,
   ) -> None:
     del overwrite  # a file is replaced in one piece
-    with _atomic.replacing(target) as out, open(self.path, "rb") as old:
+    with atomic.replacing(target) as out, open(self.path, "rb") as old:
       shutil.copyfileobj(old, out, 1 << 20)
       for tensor in tensors:
         ranges = iter(self._ranges[tensor.name])

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxpruner import _atomic
+from jaxpruner._tools import atomic
 from jaxpruner.sparse import _foreign
 from jaxpruner.sparse import _safetensors as st
 from jaxpruner.sparse._layouts import Content, Tensor
@@ -99,7 +99,7 @@ class Npz(_foreign.Foreign):
     overwrite: bool,
   ) -> None:
     del overwrite  # a file is replaced in one piece
-    with _atomic.replacing(target) as out, zipfile.ZipFile(out, "w") as new:
+    with atomic.replacing(target) as out, zipfile.ZipFile(out, "w") as new:
       for tensor in tensors:
         old = self._zip.getinfo(tensor.name + ".npy")
         about = zipfile.ZipInfo(old.filename)

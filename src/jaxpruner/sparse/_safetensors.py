@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpruner import _atomic
+from jaxpruner._tools import atomic
 
 # What a reader accepts, and a writer writes, at most.
 MAX_HEADER = 100_000_000  # bytes; the limit of the reference implementation
@@ -349,7 +349,7 @@ class Writer:
 
   def __enter__(self) -> "Writer":
     with contextlib.ExitStack() as stack:
-      self._file = stack.enter_context(_atomic.replacing(self.path))
+      self._file = stack.enter_context(atomic.replacing(self.path))
       self._file.seek(8 + self._length)
       self._open = stack.pop_all()
     return self

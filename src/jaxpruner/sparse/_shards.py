@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxpruner import _atomic, _fingerprint
+from jaxpruner._tools import atomic, fingerprint
 from jaxpruner.sparse import _layouts, _staging
 from jaxpruner.sparse import _safetensors as st
 from jaxpruner.sparse._layouts import Content, Leaf, Tensor, Written
@@ -195,7 +195,7 @@ class Shards:
     facts = {
       "input": self._facts(),
       "settings": {"layout": layout, **(facts or {})},
-      "versions": _fingerprint.versions("jaxpruner"),
+      "versions": fingerprint.versions("jaxpruner"),
     }
     found = []
     with _staging.replacing(target, facts, overwrite) as parts:
@@ -234,6 +234,6 @@ class Shards:
           f"{path} is neither a file nor a folder; remove it"
         )
       (parts / name).parent.mkdir(parents=True, exist_ok=True)
-      with open(real, "rb") as old, _atomic.replacing(parts / name) as new:
+      with open(real, "rb") as old, atomic.replacing(parts / name) as new:
         shutil.copyfileobj(old, new)
     return left

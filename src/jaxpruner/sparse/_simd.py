@@ -389,6 +389,15 @@ def transpose(width: int) -> Any:
   return f
 
 
+def batch_rows(b: Any, rows: int, x: Any, stride: Any, last: Any) -> list:
+  """Return where each row of a batch begins; the last stands in for others."""
+  starts = []
+  for r in range(rows):
+    row = b.select(b.icmp_signed("<", I64(r), last), I64(r), last)
+    starts.append(b.add(x, b.mul(row, stride)))
+  return starts
+
+
 def expand(rows: int, panel: int = 64) -> Any:
   """Make the product of `rows` batch rows with one panel of a bit mask.
 
@@ -416,10 +425,7 @@ def expand(rows: int, panel: int = 64) -> Any:
   def f(_, x, stride, last, bits, values, count, out):
     def emit(context, b, signature, args):
       x, stride, last, bits, values, count, out = args
-      starts = []
-      for r in range(rows):
-        row = b.select(b.icmp_signed("<", I64(r), last), I64(r), last)
-        starts.append(b.add(x, b.mul(row, stride)))
+      starts = batch_rows(b, rows, x, stride, last)
       sums = [
         [cgutils.alloca_once(b, kind) for _ in range(parts)]
         for _ in range(rows)

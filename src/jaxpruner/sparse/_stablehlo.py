@@ -46,9 +46,13 @@ def _without_locations() -> Iterator[None]:
 @functools.cache
 def register_trees() -> None:
   """Let `jax.export` store functions that take or return sparse weights."""
-  from jaxpruner.sparse._rewrite import Stacked  # which needs `kernels`
+  from jaxpruner.sparse import _parts  # which needs `kernels`
 
-  kinds = {"tensor": formats.SparseTensor, "stacked": Stacked}
+  kinds = {
+    "tensor": formats.SparseTensor,
+    "stacked": _parts.Stacked,
+    "parts": _parts.Parts,
+  }
   kinds |= {f"format.{name}": kind for name, kind in formats.FORMATS.items()}
   for name, kind in kinds.items():
     export.register_pytree_node_serialization(

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from jaxpruner import _atomic, _fingerprint
+from jaxpruner._tools import atomic, fingerprint
 
 try:
   import fcntl
@@ -36,36 +36,36 @@ def claim(folder: pathlib.Path, facts: Mapping[str, Any]) -> str:
   try:
     found = path.read_bytes()
   except FileNotFoundError:
-    _atomic.write_bytes(path, text.encode())
-    return _fingerprint.text(text)
+    atomic.write_bytes(path, text.encode())
+    return fingerprint.text(text)
   try:
     stored = json.loads(found)
   except (ValueError, RecursionError):
     stored = None
-  differing = _fingerprint.differences(stored, facts)
+  differing = fingerprint.differences(stored, facts)
   if stored is None or differing:
     raise ValueError(
       f"{folder} holds the parts of another job: "
       f"{'; '.join(differing[:5]) if stored else 'job.json is damaged'}; "
       "choose another folder or delete it"
     )
-  return _fingerprint.text(text)
+  return fingerprint.text(text)
 
 
 def check_target(target: str | os.PathLike, overwrite: bool) -> pathlib.Path:
   """Return the path, if a folder may be written there."""
   path = pathlib.Path(os.path.abspath(target))
   if not path.parent.is_dir():
-    raise _atomic.PathError(
+    raise atomic.PathError(
       f"{target}: the folder {path.parent} does not exist; make it first"
     )
   if os.path.lexists(path):
     if path.is_symlink() or not path.is_dir():
-      raise _atomic.PathError(
+      raise atomic.PathError(
         f"{target} is no folder; a folder is written: name a new one"
       )
     if not overwrite:
-      raise _atomic.PathError(
+      raise atomic.PathError(
         f"{target} exists; name a new folder, or replace it with --overwrite"
       )
   return path
@@ -98,13 +98,13 @@ def replacing(
         pass
     yield parts
     os.unlink(parts / _JOB)
-    _atomic.sync_folder(parts)
+    atomic.sync_folder(parts)
     if path.exists():
       _exchange(parts, path)
       shutil.rmtree(parts)
     else:
       os.rename(parts, path)
-    _atomic.sync_folder(path.parent)
+    atomic.sync_folder(path.parent)
 
 
 def _exchange(one: pathlib.Path, other: pathlib.Path) -> None:

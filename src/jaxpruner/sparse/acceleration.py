@@ -7,112 +7,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-import numpy as np
 
 from jaxpruner import _leaves
 from jaxpruner.inspect.summary import warn_if_contradicted
-from jaxpruner.sparse import _choose, _rewrite, artifacts, formats
+from jaxpruner.sparse import _choose, _layers, _rewrite, artifacts
 from jaxpruner.sparse.formats import Sparse
-
-
-@dataclasses.dataclass(frozen=True)
-class LayerReport:
-  """The format that `accelerate` chose for one weight, and the reason.
-
-  Attributes:
-    name: path of the weight.
-    shape: its shape.
-    sparsity: fraction removed.
-    format: the chosen format, or "dense".
-    rule: why this format was chosen.
-    dense_bytes: bytes of the dense weight.
-    bytes: bytes of the weight as stored.
-    times: seconds of the product by format, "dense" included; empty if nothing
-      was timed.
-
-  Example:
-    >>> layer = LayerReport(
-    ...   "w", (64, 64), 0.9, "sell", "fastest of 2 measured", 16384, 2560,
-    ...   {"dense": 4e-5, "sell": 1e-5})
-    >>> layer.speedup
-    4.0
-  """
-
-  name: str
-  shape: tuple[int, ...]
-  sparsity: float
-  format: str
-  rule: str
-  dense_bytes: int
-  bytes: int
-  times: dict[str, float]
-
-  @property
-  def speedup(self) -> float | None:
-    """Time of the dense product over the time in the chosen format."""
-    if not self.times:
-      return None
-    return self.times["dense"] / self.times[self.format]
-
-
-@dataclasses.dataclass(frozen=True)
-class Report:
-  """The decisions of `accelerate`; `print(report)` shows them as a table.
-
-  Attributes:
-    layers: one `LayerReport` per leaf.
-    dense_seconds: time of one call of the dense function.
-    seconds: time of one call of the returned function.
-    rule: why the sparse or the dense function was returned.
-
-  Example:
-    >>> report = Report((), 2e-3, 1e-3, "sparse where measured faster")
-    >>> report.speedup
-    2.0
-    >>> print(str(report).splitlines()[-1][:51])
-    whole function: 2.000 ms dense, 1.000 ms now, 2.00x
-  """
-
-  layers: tuple[LayerReport, ...]
-  dense_seconds: float
-  seconds: float
-  rule: str
-
-  @property
-  def speedup(self) -> float:
-    """Time of the dense function over the time of the returned one."""
-    return self.dense_seconds / self.seconds
-
-  @property
-  def dense_bytes(self) -> int:
-    return sum(layer.dense_bytes for layer in self.layers)
-
-  @property
-  def bytes(self) -> int:
-    return sum(layer.bytes for layer in self.layers)
-
-  def __str__(self) -> str:
-    head = ("weight", "shape", "sparsity", "format", "bytes", "speed", "rule")
-    rows: list[tuple[str, ...]] = [head]
-    for l in self.layers:
-      speed = "" if l.speedup is None else f"{l.speedup:.2f}x"
-      size = f"{l.bytes / l.dense_bytes:.3f}x" if l.dense_bytes else ""
-      shape = "x".join(map(str, l.shape))
-      rows.append(
-        (l.name, shape, f"{l.sparsity:.1%}", l.format, size, speed, l.rule)
-      )
-    widths = [max(len(r[i]) for r in rows) for i in range(len(head))]
-    lines = [
-      "  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)).rstrip()
-      for r in rows
-    ]
-    ratio = self.bytes / self.dense_bytes if self.dense_bytes else 1.0
-    lines.append(
-      f"whole function: {self.dense_seconds * 1e3:.3f} ms dense, "
-      f"{self.seconds * 1e3:.3f} ms now, {self.speedup:.2f}x; weights "
-      f"{ratio:.3f}x; {self.rule}"
-    )
-    return "\n".join(lines)
+from jaxpruner.sparse.reports import Report
 
 
 class Accelerated:
@@ -254,8 +154,10 @@ def accelerate(
   """Store weights in sparse formats wherever a measurement shows a gain.
 
   `apply_fn` is traced, not edited. A sparse weight is a candidate if only
-  products use it (dense layers, attention, convolutions; also inside `jit`,
-  `scan`, `remat` and custom derivatives). It is packed in the formats that suit
+  products use it (dense layers, attention, convolutions, experts; also inside
+  `jit`, loops, branches, `remat` and custom derivatives), or products and
+  lookups (tied embeddings). A fused weight of which slices are multiplied is
+  packed slice by slice. A weight is packed in the formats that suit
   its structure, each is timed on the model's own product, and the fastest is
   chosen if it beats dense by 10 %. Then the whole function is timed: if it is
   not faster than the dense function, the dense function is returned.
@@ -296,13 +198,14 @@ def accelerate(
   warn_if_contradicted(params, masks, "accelerate")
   inputs = jax.tree.map(_concrete, example_inputs)
   uses = _rewrite.find_uses(apply_fn, params, inputs)
+  total = sum(getattr(leaf, "nbytes", 0) for _, leaf in named)
+  clock = _layers.Clock(timings, timer, total > _choose.cache_size())
   leaves, layers = [], []
   for (names, leaf), mask, where in zip(named, all_masks, uses, strict=True):
-    new, layer = _replace(
-      _leaves.join(names), leaf, mask, where, timings, timer
-    )
+    weight = _layers.Leaf(_leaves.join(names), leaf, mask, where)
+    new, reports = _layers.replace(weight, clock)
     leaves.append(new)
-    layers.append(layer)
+    layers += reports
   timings.save()
   dense_leaves = [
     leaf if mask is None else jax.numpy.where(mask, leaf, 0)
@@ -326,79 +229,6 @@ def accelerate(
     return dense, _report(layers, times["dense"], times["dense"], rule)
   rule = "sparse where measured faster"
   return fast, _report(layers, times["dense"], times["sparse"], rule)
-
-
-def _replace(
-  name: str,
-  leaf: Any,
-  mask: Any,
-  uses: list[_rewrite.Use],
-  timings: _choose.Timings,
-  timer: _choose.Timer,
-) -> tuple[Any, LayerReport]:
-  """Return the leaf in its fastest format, and its report."""
-  shape = tuple(getattr(leaf, "shape", ()))
-  size = getattr(leaf, "nbytes", 0)
-
-  def stays(rule, sparsity=0.0, times=None):
-    report = LayerReport(
-      name, shape, sparsity, "dense", rule, size, size, times or {}
-    )
-    return leaf if mask is None else jax.numpy.where(mask, leaf, 0), report
-
-  why = _unfit(leaf, uses)
-  if why is not None:
-    return stays(why)
-  dense = np.asarray(leaf)
-  kept = dense != 0 if mask is None else np.asarray(mask).astype(bool)
-  sparsity = 1 - float(kept.mean()) if kept.size else 0.0
-  why = _unfit_product(dense, uses)
-  if why is not None:
-    return stays(why, sparsity)
-  use = max(uses, key=lambda u: int(np.prod(u.x.shape)))
-  sample = kept[0] if use.stacked else kept
-  folded = formats.fold(sample, use.contract)
-  out = jax.eval_shape(
-    use.run, use.x, jax.numpy.zeros(sample.shape, leaf.dtype)
-  )
-  batch = int(np.prod(out.shape)) // folded.shape[1]
-  tried = _choose.candidates(folded, batch, use.stacked)
-  if not tried:
-    return stays("too dense, or no structure to use", sparsity)
-  key = _choose.key(dense, kept, use, tried)
-  times = timings.get(key, ("dense", *tried))
-  if times is None:
-    times = _choose.time_formats(dense, kept, use, tried, timer)
-    timings.table[key] = times
-  best = _choose.fastest(times)
-  if best == "dense":
-    return stays(f"dense is fastest of {len(times)}", sparsity, times)
-  new = _choose.pack(dense, kept, best, use.contract, use.stacked, tried[best])
-  rule = f"fastest of {len(times)} measured"
-  return new, LayerReport(
-    name, shape, sparsity, best, rule, size, new.nbytes, times
-  )
-
-
-def _unfit(leaf: Any, uses: list[_rewrite.Use]) -> str | None:
-  """Return the reason why a leaf cannot be a sparse weight, or None."""
-  if not hasattr(leaf, "dtype") or not uses:
-    return "not used by the function"
-  if not jax.numpy.issubdtype(leaf.dtype, jax.numpy.floating):
-    return "not a floating array"
-  return None
-
-
-def _unfit_product(dense: np.ndarray, uses: list[_rewrite.Use]) -> str | None:
-  """Return the reason why the products of a weight stay dense, or None."""
-  others = sorted({u.operation for u in uses} - {"dot", "conv"})
-  if others:
-    return f"also used by {', '.join(others)}"
-  if dense.size < _choose.MIN_SIZE:
-    return f"fewer than {_choose.MIN_SIZE} weights"
-  if len({(u.contract, u.stacked) for u in uses}) > 1:
-    return "contracted along different axes"
-  return None
 
 
 def _concrete(x: Any) -> Any:

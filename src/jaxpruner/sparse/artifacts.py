@@ -18,7 +18,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpruner import _fingerprint, _leaves
+from jaxpruner import _leaves
+from jaxpruner._tools import fingerprint
 from jaxpruner.sparse import _layouts, _stablehlo, kernels
 from jaxpruner.sparse import _safetensors as st
 from jaxpruner.sparse.formats import Sparse
@@ -100,7 +101,7 @@ def write(
   manifest = json.dumps({
     "version": VERSION,
     "jax": jax.__version__,
-    "jaxpruner": _fingerprint.versions("jaxpruner")["jaxpruner"],
+    "jaxpruner": fingerprint.versions("jaxpruner")["jaxpruner"],
     "programs": programs,
     "sha256": arrays.hashes,
     "metadata": metadata,

@@ -77,6 +77,18 @@ class Bitmask(formats.SparseMatrix):
     panel, row, col = jnp.nonzero(kept, size=self.values.shape[0])
     return row, panel * PANEL + col, None
 
+  def take(self, columns: jax.Array) -> jax.Array:
+    panel, lane = columns // PANEL, columns % PANEL
+    bits = jnp.unpackbits(self.bits[panel], axis=-1, bitorder="little")
+    counts = bits.sum(axis=-1, dtype=jnp.int32)
+    before = jnp.where(jnp.arange(PANEL) < lane[:, None, None], bits, 0)
+    # Values of earlier panels, of earlier rows, of earlier bits of the row.
+    place = self.starts[panel][:, None] + jnp.cumsum(counts, axis=1) - counts
+    place += before.sum(axis=-1, dtype=jnp.int32)
+    kept = jnp.take_along_axis(bits, lane[:, None, None], axis=2)[..., 0]
+    values = self.values.at[place].get(mode="fill", fill_value=0)
+    return jnp.where(kept, values, 0).astype(self.dtype)
+
   def matmul(self, x: jax.Array) -> jax.Array:
     """Multiply small batches in machine code; decode for large ones."""
     if np.prod(x.shape[:-1]) > MAX_BATCH:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpruner.sparse import formats
+from jaxpruner.sparse import formats, kernels
 
 # Rows of the batch per chunk. A large batch takes as many as keep the gathered
 # inputs (rows times blocks) in cache.
@@ -111,29 +111,121 @@ class Block(formats.SparseMatrix):
     # Blocks at the edges extend past the matrix; entries there are padding.
     return row, col, (row < self.shape[0]) & (col < self.shape[1])
 
+  def take(self, columns: jax.Array) -> jax.Array:
+    blocks, height, width = self.values.shape
+    most = max(self.counts, default=0)
+    full = jnp.zeros((len(columns), self.shape[0]), self.dtype)
+    if not most:
+      return full
+    counts = np.asarray(self.counts)[self._order]
+    starts = np.empty_like(counts)
+    starts[self._order] = np.cumsum(counts) - counts
+    column = columns // width
+    place = jnp.asarray(starts)[column][:, None] + jnp.arange(most)
+    mine = jnp.arange(most) < jnp.asarray(self.counts)[column][:, None]
+    place = jnp.where(mine, place, blocks)
+    values = self.values.at[place, :, (columns % width)[:, None]]
+    row = self.rows.at[place].get(mode="fill", fill_value=self.shape[0])
+    row = row[:, :, None] * height + jnp.arange(height)
+    line = jnp.arange(len(columns))[:, None, None]
+    return full.at[line, row].set(
+      values.get(mode="fill", fill_value=0), mode="drop"
+    )
+
   def matmul(self, x: jax.Array) -> jax.Array:
+    dtype = jnp.result_type(x, self.values)
+    w = self.with_values(self.values.astype(dtype))
+    return kernels.product(x.astype(dtype), w)
+
+  def product(
+    self, x: jax.Array, back: bool, platform: str | None = None
+  ) -> jax.Array:
+    lead, length = x.shape[:-1], self.shape[not back]
+    x = x.reshape(-1, x.shape[-1])
+    if not len(self.rows):
+      y = jnp.zeros((len(x), length), x.dtype)
+    elif platform and _pallas().supports(platform, self.values):
+      y = self._on_device(x, back, platform)
+    elif back:
+      y = self._back(x)
+    else:
+      y = self._forward(x)
+    return y.reshape(*lead, length)
+
+  def outer(
+    self, x: jax.Array, g: jax.Array, platform: str | None = None
+  ) -> jax.Array:
+    if not len(self.rows):
+      return jnp.zeros(self.values.shape, x.dtype)
+    x, g = self._padded(x, 1), self._padded(g, 2)
+    if platform and _pallas().supports(platform, self.values):
+      like = jax.ShapeDtypeStruct(self.values.shape, x.dtype)
+      return _pallas().at_blocks(
+        x, g, like, self.rows, self.cols, platform=platform
+      )
+    blocks = jnp.einsum(
+      "ibk,ibc->ikc",
+      self._by_side(x, 1)[self.rows],
+      self._by_side(g, 2)[self.cols],
+      preferred_element_type=jnp.promote_types(x.dtype, jnp.float32),
+    )
+    # Blocks at the edges extend past the matrix: x and g are zero there.
+    return blocks.astype(x.dtype)
+
+  def _on_device(self, x: jax.Array, back: bool, platform: str) -> jax.Array:
+    order = _pallas().walk(self.rows, self.cols, back)
+    side = 1 if back else 2
+    blocks = -(-self.shape[side - 1] // self.values.shape[side])
+    y = _pallas().product(
+      self._padded(x, 3 - side),
+      self.values,
+      order,
+      blocks,
+      platform=platform,
+      back=back,
+    )
+    return y[: len(x), : self.shape[side - 1]]
+
+  def _forward(self, x: jax.Array) -> jax.Array:
     """Multiply all blocks at once, a chunk of the batch at a time."""
-    lead = x.shape[:-1]
-    x = x.reshape(-1, self.shape[0])
     chunk, product = SMALL_CHUNK, self._by_block
     if len(x) >= LARGE_CHUNK and len(set(self.counts)) <= MAX_HEIGHTS:
       fitting = MOST_GATHERED // max(1, len(self.rows)) // LARGE_CHUNK
       chunk, product = LARGE_CHUNK * max(1, fitting), self._by_column()
     if len(x) <= chunk:
-      return product(x).reshape(*lead, self.shape[1])
+      return product(x)
     whole = len(x) // chunk * chunk
     parts = jax.lax.map(product, x[:whole].reshape(-1, chunk, x.shape[1]))
     y = parts.reshape(whole, self.shape[1])
     if whole < len(x):
       y = jnp.concatenate([y, product(x[whole:])])
-    return y.reshape(*lead, self.shape[1])
+    return y
+
+  def _back(self, g: jax.Array) -> jax.Array:
+    """Multiply by the transpose: sums are by block row."""
+    products = jnp.einsum(
+      "ibc,ikc->ibk",
+      self._by_side(self._padded(g, 2), 2)[self.cols],
+      self.values,
+      preferred_element_type=jnp.promote_types(g.dtype, jnp.float32),
+    )
+    rows = -(-self.shape[0] // self.values.shape[1])
+    sums = jax.ops.segment_sum(products, self.rows, rows).transpose(1, 0, 2)
+    return sums.reshape(len(g), -1)[:, : self.shape[0]].astype(g.dtype)
+
+  def _padded(self, x: jax.Array, side: int) -> jax.Array:
+    """Pad the last axis of x to whole blocks; side 1 is rows, 2 columns."""
+    length = self.values.shape[side]
+    return jnp.pad(x, [(0, 0), (0, -x.shape[1] % length)])
+
+  def _by_side(self, x: jax.Array, side: int) -> jax.Array:
+    """Return x by block, (blocks, batch, side)."""
+    length = self.values.shape[side]
+    return x.reshape(len(x), -1, length).transpose(1, 0, 2)
 
   def _inputs(self, x: jax.Array) -> jax.Array:
     """Return x by block row, (rows, batch, height)."""
-    height = self.values.shape[1]
-    x = jnp.pad(x, [(0, 0), (0, -self.shape[0] % height)])
-    blocks = x.reshape(len(x), x.shape[1] // height, height)
-    return blocks.transpose(1, 0, 2)
+    return self._by_side(self._padded(x, 1), 1)
 
   def _output(self, columns: jax.Array, dtype: Any) -> jax.Array:
     """Return y from its block columns as stored, (columns, batch, width)."""
@@ -179,3 +271,10 @@ class Block(formats.SparseMatrix):
       return self._output(jnp.concatenate(parts), dtype)
 
     return product
+
+
+def _pallas() -> Any:
+  """Import the kernels of TPU and GPU where a program is lowered for them."""
+  from jaxpruner.sparse._pallas import block
+
+  return block

@@ -57,6 +57,14 @@ class Compact(formats.SparseMatrix):
     row, col = jnp.meshgrid(self.rows, self.cols, indexing="ij")
     return row, col, None
 
+  def take(self, columns: jax.Array) -> jax.Array:
+    place = jnp.searchsorted(self.cols, columns)
+    found = self.cols.at[place].get(mode="fill", fill_value=-1) == columns
+    inner = self.values.at[:, place].get(mode="fill", fill_value=0)
+    inner = jnp.where(found, inner, 0).T
+    full = jnp.zeros((len(columns), self.shape[0]), self.dtype)
+    return full.at[:, self.rows].set(inner)
+
   def matmul(self, x: jax.Array) -> jax.Array:
     """Gather the kept inputs, multiply, spread the kept outputs."""
     if len(self.rows) < self.shape[0]:

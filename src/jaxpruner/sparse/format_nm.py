@@ -81,6 +81,17 @@ class NM(formats.SparseMatrix):
     row = jnp.arange(groups)[:, None, None] * self.m + index.astype(jnp.int32)
     return row, jnp.broadcast_to(jnp.arange(cols), row.shape), None
 
+  def take(self, columns: jax.Array) -> jax.Array:
+    groups, _, _ = self.values.shape
+    bits = _bits(self.m)
+    place, shift = columns // (8 // bits), columns % (8 // bits) * bits
+    packed = self.indices[:, :, place] >> shift.astype(jnp.uint8)
+    index = (packed & jnp.uint8(2**bits - 1)).astype(jnp.int32)
+    row = jnp.arange(groups)[:, None, None] * self.m + index
+    full = jnp.zeros((len(columns), self.shape[0]), self.dtype)
+    line = jnp.arange(len(columns))
+    return full.at[line, row].set(self.values[:, :, columns])
+
 
 def _bits(m: int) -> int:
   return 2 if m <= 4 else 4 if m <= 16 else 8

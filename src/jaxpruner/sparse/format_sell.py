@@ -115,6 +115,28 @@ class Sell(formats.SparseMatrix):
     col = (tile // tiles * block)[:, None] + columns[which]
     return row, col, slot[:, None] < counts[which]
 
+  def take(self, columns: jax.Array) -> jax.Array:
+    _, tiles, block = self.columns.shape
+    group, column = columns // block, columns % block
+    # Where each tile has the column, and where that lane's slots begin.
+    place = jnp.argmax(self.columns[group] == column[:, None, None], axis=2)
+    counts = self.counts[group].astype(jnp.int32)
+    lengths = counts[:, :, LANES - 1 :: LANES]
+    first = self.starts[group][..., None] + jnp.cumsum(lengths, -1) - lengths
+    which = place[..., None]
+    base = jnp.take_along_axis(first, which // LANES, axis=2)
+    count = jnp.take_along_axis(counts, which, axis=2)
+    step = jnp.arange(min(TILE, self.shape[0]))
+    slot = jnp.where(step < count, base + step, len(self.values))
+    at = slot, which % LANES
+    values = self.values.at[at].get(mode="fill", fill_value=0)
+    row = self.indices.at[at].get(mode="fill").astype(jnp.int32)
+    row += jnp.arange(tiles)[:, None] * TILE
+    row = jnp.where(step < count, row, self.shape[0])
+    full = jnp.zeros((len(columns), self.shape[0]), self.dtype)
+    line = jnp.arange(len(columns))[:, None, None]
+    return full.at[line, row].set(values, mode="drop")
+
   def matmul(self, x: jax.Array) -> jax.Array:
     """Multiply in machine code on CPU, through a dense copy elsewhere."""
     return kernels.matmul(x, self)

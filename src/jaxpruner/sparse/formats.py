@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpruner import _registry
+from jaxpruner._tools import registry
 
 T = TypeVar("T")
 
@@ -138,8 +138,9 @@ class SparseMatrix(Sparse):
   A format must define `values`, fields for the positions of the values, `shape`
   (declared as `static()`), `fromdense` and `positions`. With these a weight can
   be packed, decoded, multiplied and differentiated. A format may define
-  `matmul`, a faster product, and `fits`, by which `accelerate` decides whether
-  to time the format. Register it with `register_format`.
+  `matmul`, a faster product, `fits`, by which `accelerate` decides whether to
+  time the format, and `take`, a lookup of columns. Register it with
+  `register_format`.
 
   Attributes:
     values: the stored values, the only array that is differentiated.
@@ -228,6 +229,57 @@ class SparseMatrix(Sparse):
     """
     return x @ self.todense()
 
+  def product(
+    self, x: jax.Array, back: bool, platform: str | None = None
+  ) -> jax.Array:
+    """Return x @ w, or x @ w.T, where the format has no compiled kernel.
+
+    `kernels.product` calls it when a program is lowered.
+
+    Args:
+      x: a dense array (..., K); with `back`, (..., N).
+      back: whether w is transposed.
+      platform: "tpu" or "cuda", where a format may have a kernel of its own;
+        None for operations that run everywhere.
+
+    Returns:
+      A dense array (..., N); with `back`, (..., K). It has the dtype of x.
+    """
+    del platform
+    dense = self.todense().astype(x.dtype)
+    return x @ (dense.T if back else dense)
+
+  def outer(
+    self, x: jax.Array, g: jax.Array, platform: str | None = None
+  ) -> jax.Array:
+    """Return x.T @ g at the positions of `values`: the gradient of `values`.
+
+    Args:
+      x: a dense matrix (batch, K).
+      g: a dense matrix (batch, N).
+      platform: as for `product`.
+
+    Returns:
+      An array of the shape of `values`, in the dtype of x.
+    """
+    del platform
+    return self.gather(x.T @ g)
+
+  def take(self, columns: jax.Array) -> jax.Array:
+    """Return some columns; by default out of the decoded matrix.
+
+    A table of embeddings that is also the last layer is packed for its
+    product, in which every token is a column; this is how it is looked up. A
+    format that does not define it is not used for such tables.
+
+    Args:
+      columns: (n,) integers, at least 0 and less than N.
+
+    Returns:
+      A dense array (n, K).
+    """
+    return self.todense()[:, columns].T
+
   def gather(self, dense: jax.Array) -> jax.Array:
     """Return the entries of a dense matrix at the positions of `values`.
 
@@ -282,6 +334,21 @@ class SparseTensor(Sparse):
     """The axes that are not contracted."""
     return tuple(d for d in range(self.ndim) if d not in self.contract)
 
+  def take(self, indices: jax.Array) -> jax.Array:
+    """Return slices along the only axis that is kept.
+
+    Args:
+      indices: (n,) integers within the axis.
+
+    Returns:
+      A dense array like the weight, of length n along this axis.
+    """
+    (axis,) = self.kept
+    sides = [self.shape[d] for d in self.contract]
+    rows = self.matrix.take(indices).reshape([len(indices), *sides])
+    order = (axis, *self.contract)
+    return jnp.transpose(rows, np.argsort(order).tolist())
+
   def todense(self) -> jax.Array:
     order = self.contract + self.kept
     folded = self.matrix.todense().reshape([self.shape[d] for d in order])
@@ -334,15 +401,18 @@ def refuse_options(cls: type[SparseMatrix], options: dict[str, Any]) -> None:
 
 
 # Those without a kernel first.
-FORMATS: _registry.Registry[type[SparseMatrix]] = _registry.Registry(
+FORMATS: registry.Registry[type[SparseMatrix]] = registry.Registry(
   "format",
   "jaxpruner.sparse.register_format",
   {
     "compact": "jaxpruner.sparse.format_compact:Compact",
     "block": "jaxpruner.sparse.format_block:Block",
+    "diagonals": "jaxpruner.sparse.format_diagonals:Diagonals",
     "nm": "jaxpruner.sparse.format_nm:NM",
+    "strided_nm": "jaxpruner.sparse.format_strided_nm:StridedNM",
     "sell": "jaxpruner.sparse.format_sell:Sell",
     "bitmask": "jaxpruner.sparse.format_bitmask:Bitmask",
+    "panel": "jaxpruner.sparse.format_panel:Panel",
   },
 )
 
@@ -416,7 +486,8 @@ def pack(
     weight: a dense array of any rank.
     mask: 1 = kept; by default nonzero entries are kept.
     format: "sell" (unstructured), "block", "nm", "bitmask", "compact" (whole
-      rows and columns removed), or a name given to `register_format`.
+      rows and columns removed), "panel" (dense), or a name given to
+      `register_format`.
     contract: the axes that a product sums over: (0,) for an in × out kernel,
       (1,) for out × in.
     **options: the format's own options, for example `block_shape=(64, 64)`.

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxpruner import _atomic
+from jaxpruner._tools import atomic
 from jaxpruner.sparse import _layouts, checkpoints, structure
 from jaxpruner.sparse._progress import track
 from jaxpruner.sparse._table import size, table
@@ -125,7 +125,7 @@ def _check_picture(path: str) -> None:
   _plot()
   from matplotlib.backend_bases import FigureCanvasBase
 
-  _atomic.check_target(path)
+  atomic.check_target(path)
   known = sorted(FigureCanvasBase.get_supported_filetypes())
   if _ending(path) not in known:
     raise ValueError(
@@ -136,7 +136,7 @@ def _check_picture(path: str) -> None:
 
 def _plot():
   try:
-    from jaxpruner import plot
+    from jaxpruner.inspect import plot
   except ImportError as e:
     raise SystemExit(
       "--plot needs matplotlib: pip install 'jaxpruner[plot]'"
@@ -165,5 +165,5 @@ def _draw(rows: list[Row], path: str) -> None:
     axes = fig.add_subplot(spec[i // 3, 2 + i % 3])
     assert row.picture is not None  # drawn: it was asked for
     plot.image(axes, row.picture, f"{row.tensor.name}\n{row.structure}")
-  with _atomic.replacing(path) as file:
+  with atomic.replacing(path) as file:
     fig.savefig(file, dpi=120, format=_ending(path))

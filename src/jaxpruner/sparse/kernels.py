@@ -17,7 +17,7 @@ from jaxpruner.sparse.formats import SparseMatrix
 # Modules `_<name>_kernel`; `_back` is the product with the transpose. The
 # number is the version of the call: its operands, results and room for scratch.
 # A saved program states the version it calls.
-KERNELS = {"sell": 1, "sell_back": 1, "bitmask": 1}
+KERNELS = {"sell": 1, "sell_back": 1, "bitmask": 1, "panel": 1}
 
 
 @functools.cache
@@ -104,12 +104,7 @@ def matmul(x: jax.Array, w: SparseMatrix) -> jax.Array:
     return x @ w.todense()
   if w.dtype not in kernel.DTYPES:
     w = w.with_values(w.values.astype(jnp.float32))
-  return _product(x.astype(jnp.float32), w).astype(dtype)
-
-
-def _dense_product(x: jax.Array, w: SparseMatrix, back: bool) -> jax.Array:
-  dense = w.todense().astype(jnp.float32)
-  return x @ (dense.T if back else dense)
+  return product(x.astype(jnp.float32), w).astype(dtype)
 
 
 def _kernel_product(
@@ -128,27 +123,32 @@ def _kernel_product(
   return call(x, *jax.tree_util.tree_leaves(w))[0]
 
 
-def _run(x: jax.Array, *arrays: jax.Array, form: Any, back: bool) -> jax.Array:
-  """Multiply by the compiled kernel if there is one, else decode the weight."""
+def _run(
+  x: jax.Array,
+  *arrays: jax.Array,
+  form: Any,
+  back: bool,
+  platform: str | None = None,
+) -> jax.Array:
+  """Multiply by the compiled kernel, or as the format does without one."""
   w = form.unflatten(arrays)
   kernel = f"{w.name}_back" if back else w.name
-  if kernel not in KERNELS or load(kernel) is None:
-    return _dense_product(x, w, back)
+  if platform or kernel not in KERNELS or load(kernel) is None:
+    return w.product(x, back, platform)
   # One program for all platforms: it exports to those without the kernel.
   return jax.lax.platform_dependent(
     x,
     w,
     cpu=functools.partial(_kernel_product, kernel=kernel, back=back),
-    default=functools.partial(_dense_product, back=back),
+    default=lambda x, w: w.product(x, back),
   )
 
 
-# A primitive of our own, not custom_vjp: that one knows no forward mode.
+# Primitives of our own, not custom_vjp: that one knows no forward mode.
 _product_p = core.Primitive("jaxpruner_product")
-_product_p.def_impl(jax.jit(_run, static_argnames=("form", "back")))
 
 
-def _product(x: jax.Array, w: SparseMatrix, back: bool = False) -> jax.Array:
+def product(x: jax.Array, w: SparseMatrix, back: bool = False) -> jax.Array:
   """Return x @ w, or x @ w.T: linear in x and in the values of w."""
   arrays, form = jax.tree_util.tree_flatten(w)
   return _product_p.bind(x, *arrays, form=form, back=back)
@@ -164,10 +164,10 @@ def _jvp(primals, tangents, *, form, back):
   w, values = form.unflatten(arrays), form.unflatten(dots).values
   parts = []
   if type(x_dot) is not ad.Zero:
-    parts.append(_product(x_dot, w, back))
+    parts.append(product(x_dot, w, back))
   if type(values) is not ad.Zero:
-    parts.append(_product(x, w.with_values(values), back))
-  y = _product(x, w, back)
+    parts.append(product(x, w.with_values(values), back))
+  y = product(x, w, back)
   zero = ad.Zero(jax.typeof(y).to_tangent_aval())
   return y, functools.reduce(ad.add_tangents, parts, zero)
 
@@ -175,12 +175,14 @@ def _jvp(primals, tangents, *, form, back):
 def _transpose(g, x, *arrays, form, back):
   w = form.unflatten(arrays)
   if ad.is_undefined_primal(x):
-    return _product(g, w, not back), *[None] * len(arrays)
+    return product(g, w, not back), *[None] * len(arrays)
   rows, cols = x.reshape(-1, x.shape[-1]), g.reshape(-1, g.shape[-1])
-  outer = cols.T @ rows if back else rows.T @ cols
-  # The indices are known, and only they say where the gradient is gathered.
+  if back:
+    rows, cols = cols, rows
+  # The indices are known, and only they say where the gradient is needed.
   dtype = w.values.aval.dtype
-  values = w.with_values(jnp.zeros(w.values.aval.shape, dtype)).gather(outer)
+  known = w.with_values(jnp.zeros(w.values.aval.shape, dtype))
+  values = outer(rows, cols, known)
   nothing = form.unflatten([None] * len(arrays))
   cotangents = nothing.with_values(values.astype(dtype))
   return None, *jax.tree_util.tree_leaves(cotangents, is_leaf=_is_none)
@@ -208,8 +210,70 @@ def _is_none(value: Any) -> bool:
   return value is None
 
 
-_product_p.def_abstract_eval(_shape)
-ad.primitive_jvps[_product_p] = _jvp
-ad.primitive_transposes[_product_p] = _transpose
-batching.primitive_batchers[_product_p] = _vmap
-mlir.register_lowering(_product_p, mlir.lower_fun(_run, multiple_results=False))
+# --- x.T @ g at the positions of the values ---------------------------------
+
+_outer_p = core.Primitive("jaxpruner_outer")
+
+
+def outer(x: jax.Array, g: jax.Array, w: SparseMatrix) -> jax.Array:
+  """Return x.T @ g at the positions of w's values: linear in x and in g."""
+  arrays, form = jax.tree_util.tree_flatten(w)
+  return _outer_p.bind(x, g, *arrays, form=form)
+
+
+def _run_outer(x, g, *arrays, form, platform=None):
+  return form.unflatten(arrays).outer(x, g, platform)
+
+
+def _outer_shape(x, g, *arrays, form):
+  del g
+  return x.update(shape=form.unflatten(arrays).values.shape)
+
+
+def _outer_jvp(primals, tangents, *, form):
+  (x, g, *arrays), (x_dot, g_dot, *_) = primals, tangents
+  w, parts = form.unflatten(arrays), []
+  if type(x_dot) is not ad.Zero:
+    parts.append(outer(x_dot, g, w))
+  if type(g_dot) is not ad.Zero:
+    parts.append(outer(x, g_dot, w))
+  y = outer(x, g, w)
+  zero = ad.Zero(jax.typeof(y).to_tangent_aval())
+  return y, functools.reduce(ad.add_tangents, parts, zero)
+
+
+def _outer_transpose(values, x, g, *arrays, form):
+  w = form.unflatten(arrays).with_values(values)
+  nothing = [None] * len(arrays)
+  if ad.is_undefined_primal(x):
+    return product(g, w, True), None, *nothing
+  return None, product(x, w), *nothing
+
+
+def _outer_vmap(operands, axes, *, form):
+  run = functools.partial(_run_outer, form=form)
+  return jax.vmap(run, in_axes=axes)(*operands), 0
+
+
+def _register(primitive, run, shape, jvp, transpose, vmap) -> None:
+  """Give a primitive its rules; TPU and GPU get a lowering of their own."""
+  primitive.def_impl(jax.jit(primitive.bind, static_argnames=("form", "back")))
+  primitive.def_abstract_eval(shape)
+  ad.primitive_jvps[primitive] = jvp
+  ad.primitive_transposes[primitive] = transpose
+  batching.primitive_batchers[primitive] = vmap
+  for platform in (None, "tpu", "cuda"):
+    lowered = functools.partial(run, platform=platform)
+    rule = mlir.lower_fun(lowered, multiple_results=False)
+    mlir.register_lowering(primitive, rule, platform=platform)
+
+
+_register(_product_p, _run, _shape, _jvp, _transpose, _vmap)
+_register(
+  _outer_p,
+  _run_outer,
+  _outer_shape,
+  _outer_jvp,
+  _outer_transpose,
+  _outer_vmap,
+)

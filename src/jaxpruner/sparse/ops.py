@@ -5,6 +5,7 @@ Where a format cannot compute a product (batch axes in the weight, or other
 contracted axes than those it was packed for), the weight is decoded first.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -245,9 +246,16 @@ def _foldable(w: Any, contract: Sequence[int]) -> SparseTensor | None:
   """Return `w` if it was packed for a contraction of these axes."""
   if isinstance(w, SparseMatrix):
     w = SparseTensor(w, w.shape, (0,))
-  if isinstance(w, SparseTensor) and set(w.contract) == set(contract):
-    return w
-  return None
+  if not isinstance(w, SparseTensor):
+    return None
+  # Axes of length 1 may be on either side.
+  long = [d for d in w.contract if w.shape[d] != 1]
+  wanted = [d for d in contract if w.shape[d] != 1]
+  if sorted(long) != sorted(wanted):
+    return None
+  order = iter(long)
+  axes = tuple(d if w.shape[d] == 1 else next(order) for d in contract)
+  return dataclasses.replace(w, contract=axes)
 
 
 def _contract(

@@ -13,7 +13,6 @@ table                   the table of names that configuration uses
 """
 
 from jaxpruner import _legacy
-from jaxpruner._stacks import unstack
 from jaxpruner.sparsity_distributions import allocation
 from jaxpruner.sparsity_distributions.budget import (
   Budget,
@@ -38,6 +37,7 @@ from jaxpruner.sparsity_distributions.owl import (
   owl_densities,
 )
 from jaxpruner.sparsity_distributions.sensitivity import sensitivity
+from jaxpruner.sparsity_distributions.stacking import unstack
 from jaxpruner.sparsity_distributions.table import register_distribution
 from jaxpruner.sparsity_distributions.uniform import uniform
 from jaxpruner.sparsity_types import check_sparsity

@@ -93,8 +93,13 @@ def _dense_reason(
   for name in _BIASES & beside.keys():
     if beside[name] == shape:
       return f"a scale: {name!r} beside it has the same shape"
-  if word not in _EITHER:
-    return None
+  return _beside_reason(word, shape, beside) if word in _EITHER else None
+
+
+def _beside_reason(
+  word: str, shape: tuple[int, ...], beside: Shapes
+) -> str | None:
+  """Return why a leaf that is often a scale is none of the weights, or None."""
   if any(word in both and both <= {word, *beside} for both in _STATISTICS):
     return "statistics of a norm"
   if sum(size > 1 for size in shape) < 2:

@@ -4,13 +4,13 @@ import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from jaxpruner import _registry
+from jaxpruner._tools import registry
 from jaxpruner.sparsity_distributions.erk import erk
 from jaxpruner.sparsity_distributions.uniform import uniform
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-DISTRIBUTIONS: _registry.Registry[Callable[..., Any]] = _registry.Registry(
+DISTRIBUTIONS: registry.Registry[Callable[..., Any]] = registry.Registry(
   "dist_type",
   "jaxpruner.register_distribution",
   {"uniform": uniform, "erk": erk},

@@ -4,7 +4,8 @@ base             the interface, and the unstructured type
 grouped          n of every m weights, constant fan-in
 pooled           blocks, channels
 transposable     n of m along both axes
-block_diagonal   whole diagonals of blocks
+block_diagonal   blocks along the diagonal
+diagonals        whole diagonals
 masks            the masks of many leaves, selected together
 _spec            the table of names that configuration uses
 """
@@ -17,6 +18,7 @@ from jaxpruner.sparsity_types.base import (
   register_sparsity_type,
 )
 from jaxpruner.sparsity_types.block_diagonal import BlockDiagonal
+from jaxpruner.sparsity_types.diagonals import Diagonals
 from jaxpruner.sparsity_types.grouped import ConstantFanIn, NByM, NbyM
 from jaxpruner.sparsity_types.masks import (
   create_masks,
@@ -34,6 +36,7 @@ __all__ = [
   "BlockDiagonal",
   "Channel",
   "ConstantFanIn",
+  "Diagonals",
   "NByM",
   "NbyM",
   "SparsityType",

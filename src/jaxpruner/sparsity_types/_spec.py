@@ -5,11 +5,11 @@ import json
 import re
 from typing import Any
 
-from jaxpruner import _registry
+from jaxpruner._tools import registry
 
 _HERE = "jaxpruner.sparsity_types"
 # The contract of an entry is `SparsityType`.
-TYPES: _registry.Registry[Any] = _registry.Registry(
+TYPES: registry.Registry[Any] = registry.Registry(
   "sparsity_type",
   "jaxpruner.register_sparsity_type",
   {
@@ -19,6 +19,7 @@ TYPES: _registry.Registry[Any] = _registry.Registry(
     "channel": f"{_HERE}.pooled:Channel",
     "transposable": f"{_HERE}.transposable:TransposableNByM",
     "diagonal": f"{_HERE}.block_diagonal:BlockDiagonal",
+    "diagonals": f"{_HERE}.diagonals:Diagonals",
     "fan_in": f"{_HERE}.grouped:ConstantFanIn",
   },
 )

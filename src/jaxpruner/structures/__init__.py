@@ -1,6 +1,10 @@
 """Structures for hardware and for coupled layers, beyond blocks of one leaf."""
 
-from jaxpruner.algorithms.coupled import CoupledPruning, Coupling, permute
+from jaxpruner.algorithms.contrib.coupled import (
+  CoupledPruning,
+  Coupling,
+  permute,
+)
 from jaxpruner.sparsity_types.block_diagonal import BlockDiagonal
 from jaxpruner.sparsity_types.transposable import TransposableNByM
 from jaxpruner.structures.permutation import kept_magnitude, permutation

@@ -33,7 +33,7 @@ def test_a_full_disk_leaves_the_old_file(tmp_path, monkeypatch, room, layout):
   before = path.read_bytes()
   real = open
   monkeypatch.setattr(
-    "jaxpruner._atomic.open",
+    "jaxpruner._tools.atomic.open",
     lambda *a: DiskFull(real(*a), room),
     raising=False,
   )

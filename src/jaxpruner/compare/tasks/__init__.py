@@ -28,6 +28,7 @@ TASKS: Registry[Any] = Registry(
   {
     "digits": f"{_HERE}.digits:Digits",
     "fashion": f"{_HERE}.fashion:Fashion",
+    "fashion-mlp": f"{_HERE}.fashion:FashionMLP",
     "cifar10": f"{_HERE}.cifar10:ResNet",
     "cifar10-vit": f"{_HERE}.cifar10:ViT",
     "sotu": f"{_HERE}.sotu:Sotu",

@@ -4,7 +4,7 @@ reconstruction   prune block by block, and train each on its dense output
 distillation     train on the dense model's predictions, masks fixed
 """
 
-from jaxpruner import _on_use
+from jaxpruner._tools import on_use
 
 # name -> the module below jaxpruner.post_training.contrib that defines it
 _MODULES = {
@@ -13,7 +13,7 @@ _MODULES = {
 }
 
 __all__ = sorted(_MODULES)  # pyright: ignore[reportUnsupportedDunderAll]
-__getattr__ = _on_use.names_of(__name__, _MODULES)
+__getattr__ = on_use.names_of(__name__, _MODULES)
 
 
 def __dir__() -> list[str]:

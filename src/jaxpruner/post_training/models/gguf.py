@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxpruner.archives import DataError
+from jaxpruner.datasets.archives import DataError
 
 # Type number -> format of struct; 8 is a string, 9 an array.
 _SCALARS = {

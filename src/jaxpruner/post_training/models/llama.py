@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpruner.archives import DataError, npm, wheel
+from jaxpruner.datasets.archives import DataError, npm, wheel
 from jaxpruner.post_training.models import gguf
 from jaxpruner.post_training.models.tokenizers import ByteBPE, ScoredBPE
 

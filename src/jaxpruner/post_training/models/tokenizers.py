@@ -4,7 +4,7 @@ import re
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 
-from jaxpruner.archives import DataError
+from jaxpruner.datasets.archives import DataError
 
 
 def _merge(

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from jaxpruner import sparsity_distributions
-from jaxpruner.archives import Package, Source
+from jaxpruner.datasets.archives import Package, Source
 from jaxpruner.post_training.models import (
   cifar10_cnn,
   llama,

@@ -5,7 +5,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from jaxpruner import _registry
+from jaxpruner._tools import registry
 
 F = TypeVar("F", bound=Callable[..., Any])
 _HERE = "jaxpruner.post_training.solvers"
@@ -56,7 +56,7 @@ class Solver:
     return f"{self.solve.__module__}:{self.solve.__qualname__}"
 
 
-SOLVERS: _registry.Registry[Solver] = _registry.Registry(
+SOLVERS: registry.Registry[Solver] = registry.Registry(
   "method",
   "jaxpruner.post_training.register_solver",
   {

@@ -1,0 +1,15 @@
+"""What stands behind `BaseUpdater`. To read a step, start with `transform`.
+
+transform   the step of `wrap_optax`: scores, masks, optimizer, zeros, state
+prunable    `Prunable`, the leaves that an algorithm handles, and how it is made
+selecting   from scores to masks
+ranking     one ranking over all leaves together
+masks       new masks in a state, and the counts of what they change
+hidden      weights that the state trains and params show otherwise
+moments     the optimizer's state, weight by weight
+state       `SparseState`, `Category`; a mask applied to a weight
+start       the state of step 0
+at_once     pruning without training
+seeds       random keys and scores
+checks      what is refused, and what is warned of
+"""
