@@ -104,12 +104,7 @@ def test_held_out_variations_are_in_no_training_problem():
   words = stories.words()
   assert (words[sequences.EQUALS], words[sequences.END]) == ("=", "end")
   assert max(max(row) for row in data["train"]) < task.vocabulary
-  names = {*stories.NAMES, *stories.THINGS, *stories.PLACES}
-
-  def skeleton(row):
-    spelled = [words[t] for t in row if t]
-    return tuple("_" if word in names else word for word in spelled)
-
+  skeleton = lambda row: stories.form([words[t] for t in row if t])
   trained = {skeleton(row) for row in data["train"]}
   varied = {skeleton(row) for row in data["varied"]}
   assert varied and not varied & trained

@@ -5,11 +5,12 @@ the text, as is usual for this task; the answer is such as `- N0 N1`. Every
 template comes in variations (after Patel et al., "Are NLP Models really able to
 Solve Simple Math Word Problems?", 2021): another thing is asked, a number that
 does not matter is added, sentences change places, the question comes first.
-Held out: one variation of every template, which no training problem has; its
-exact match is `varied`. The metric is the exact match on new fillings of
-trained variations.
+Held out: one variation of every question, if no training problem has its form;
+the exact match on these is `varied`. The metric is the exact match on new
+fillings of trained variations.
 Model: 2 pre-norm blocks of width 64 with 4 heads; ERK, embeddings dense.
 Command: `jaxpruner compare --task word-problems --question limits`.
+Number: dense 88 %, `varied` 60 % (one seed).
 """
 
 import dataclasses
@@ -101,7 +102,8 @@ TEMPLATES = (
 )
 # Of a text: facts in order or swapped, the question last or first, with a
 # number that does not matter or without.
-VARIATIONS = tuple(itertools.product((False, True), repeat=3))
+_SWITCH = (False, True)
+VARIATIONS = tuple(itertools.product(_SWITCH, _SWITCH, _SWITCH))
 
 
 @functools.cache
@@ -172,6 +174,37 @@ def problem(
   return text, named
 
 
+def form(text: list[str]) -> tuple[str, ...]:
+  """Return a text with fillings named by the order of their appearance.
+
+  Args:
+    text: the words of a problem.
+
+  Returns:
+    The same for two texts that differ in their fillings only.
+
+  Example:
+    >>> form("anna has N0 eggs . ben gives anna N1 more eggs .".split())[:4]
+    ('name0', 'has', 'N0', 'thing0')
+  """
+  seen: dict[str, dict[str, str]] = {"name": {}, "thing": {}, "place": {}}
+  kinds = {"name": NAMES, "thing": THINGS, "place": PLACES}
+  found = []
+  for word in text:
+    for kind, members in kinds.items():
+      if word in members:
+        word = seen[kind].setdefault(word, f"{kind}{len(seen[kind])}")
+        break
+    found.append(word)
+  return tuple(found)
+
+
+def _form(kind: tuple[int, int, tuple[bool, bool, bool]]) -> tuple[str, ...]:
+  place, asked, variation = kind
+  rng = np.random.default_rng(0)
+  return form(problem(TEMPLATES[place], asked, variation, rng)[0])
+
+
 @dataclasses.dataclass(frozen=True)
 class WordProblems(sequences.Sequences):
   """Word problems to prefix equations, with a small transformer."""
@@ -198,6 +231,9 @@ class WordProblems(sequences.Sequences):
     # Every question loses one variation to the test, each another one.
     held = {k for i, k in enumerate(kinds) if i % 8 == (3 * (i // 8)) % 8}
     known = [kind for kind in kinds if kind not in held]
+    # Two facts of one form may change places and stay the same text.
+    seen = {_form(kind) for kind in known}
+    held = {kind for kind in held if _form(kind) not in seen}
 
     def rows(kinds: list, count: int) -> list[list[int]]:
       found = []
