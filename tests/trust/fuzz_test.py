@@ -385,7 +385,7 @@ READERS = {
   **{
     layout: (lambda layout=layout: saved(layout), damage_file, read_file,
              files.FileFormatError)
-    for layout in _layouts.LAYOUTS
+    for layout in _layouts.ALL_LAYOUTS
   },
   "model": (make_model, damage_file, sparse.load_model,
             files.FileFormatError),

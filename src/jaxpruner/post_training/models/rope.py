@@ -37,7 +37,7 @@ def rope(field: Any, head_dim: int, local: bool) -> Rope:
   """Return the rotation that a configuration describes.
 
   Args:
-    field: the entries of `config.json`, see `decoder.Fields`.
+    field: the entries of `config.json`, see `config_fields.Fields`.
     head_dim: numbers of a head.
     local: whether the layer sees a window only, which some models rotate
       differently.
