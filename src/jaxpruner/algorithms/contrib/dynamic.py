@@ -14,6 +14,7 @@ from jaxpruner.algorithms import (
   redistribution,
   sparse_trainers,
 )
+from jaxpruner.updater import checks
 
 
 def _category(paper: str, cost: str, *needs: str, **changes: Any):
@@ -256,10 +257,7 @@ class GraNet(sparse_trainers.RigL):
 
   def __post_init__(self):
     super().__post_init__()
-    if not 0 <= self.start_share <= 1:
-      raise ValueError(
-        f"GraNet: start_share={self.start_share!r} must lie between 0 and 1"
-      )
+    checks.check_share(self, "start_share")
 
   def calculate_scores(self, params, sparse_state=None, grads=None):
     del sparse_state, grads
