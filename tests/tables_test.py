@@ -18,7 +18,7 @@ import pytest
 
 import jaxpruner
 from jaxpruner import api, post_training, sparse
-from jaxpruner.compare import tasks
+from jaxpruner.compare import questions, tasks
 from jaxpruner.post_training import _pattern, solve_layer
 from jaxpruner.post_training.calibration import Statistics
 from jaxpruner.post_training.solvers.table import SOLVERS
@@ -36,6 +36,7 @@ TABLES = {
   "format": FORMATS,
   "solver": SOLVERS,
   "task": tasks.TASKS,
+  "question": questions.QUESTIONS,
 }
 OUTSIDE = "(from outside)"
 create = jaxpruner.create_updater_from_config

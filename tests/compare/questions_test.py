@@ -10,7 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxpruner.compare import page, plan, questions, run_folder, settings, tasks
+from jaxpruner.compare import (
+  command,
+  page,
+  plan,
+  questions,
+  record_files,
+  run_folder,
+  settings,
+  tasks,
+)
 from jaxpruner.compare.cells import Cell
 from jaxpruner.compare.questions import asking, base, limits, qualities, tickets
 from jaxpruner.compare.questions import structure as structure_question
@@ -260,3 +269,32 @@ def test_the_report_has_the_verdict_before_the_table(tmp_path):
   assert "loses 1 % of dense at" in text
   assert (tmp_path / "limits.png").exists()
   assert run_folder.read_measures(tmp_path)["dense"].values["x"] == [1.0, None]
+
+
+def test_a_file_of_records_keeps_what_a_question_measured(tmp_path):
+  chosen = helpers.settings(question="tickets")
+  info = helpers.run_info(settings=chosen.to_json())
+  with run_folder.RunFolder(tmp_path / "run") as run:
+    run.open_run(info)
+    run.append(helpers.record("dense", DENSE))
+    run.append(Measures("dense", {"pool": [1.0, 2.0, None]}))
+  file = str(tmp_path / "run.jsonl")
+  record_files.save(record_files.load(str(tmp_path / "run")), file)
+  record_files.restore(record_files.read(file), str(tmp_path / "again"))
+  found = run_folder.read_measures(tmp_path / "again")
+  assert found["dense"].values == {"pool": [1.0, 2.0, None]}
+
+
+def test_sources_without_weights_are_computed_again(tmp_path):
+  chosen = helpers.settings(algorithms=("after:wanda", "rigl"))
+  wanted = plan.cells_of(chosen)
+  records = {
+    cell.id: helpers.record(cell.id, DENSE)
+    for cell in wanted
+    if not cell.name.startswith("after:")
+  }
+  names = lambda: [c.id for c in command._pending(records, wanted, tmp_path)]
+  assert names() == ["dense", "after%3Awanda@0.8"]
+  (tmp_path / "weights").mkdir()
+  (tmp_path / "weights" / "dense.all.npz").touch()
+  assert names() == ["after%3Awanda@0.8"]

@@ -47,6 +47,33 @@ DATA = {
   "fed-fashion": IMAGES | {"clients": shape((100, 9), jnp.int32)},
   "fed-sotu": TEXT
   | {"first": shape((20,), jnp.int32), "length": shape((20,), jnp.int32)},
+  "addition": {
+    "train": shape((30, 19), jnp.uint8),
+    "test": shape((20, 19), jnp.uint8),
+    "longer": shape((20, 19), jnp.uint8),
+  },
+  "copy": {
+    "train": shape((30, 22), jnp.uint8),
+    "test": shape((20, 22), jnp.uint8),
+    "longer": shape((20, 22), jnp.uint8),
+  },
+  "word-problems": {
+    "train": shape((30, 48), jnp.uint8),
+    "test": shape((20, 48), jnp.uint8),
+    "varied": shape((20, 48), jnp.uint8),
+  },
+  "digits-longtail": IMAGES
+  | {
+    "train_x": shape((30, 64), jnp.float32),
+    "test_x": shape((20, 64), jnp.float32),
+    "tail_x": shape((6, 64), jnp.float32),
+    "tail_y": shape((6,), jnp.int32),
+  },
+  "fashion-longtail": IMAGES
+  | {
+    "tail_x": shape((6, 28, 28), jnp.uint8),
+    "tail_y": shape((6,), jnp.int32),
+  },
   "dqn-minatar": {"frame": shape((10, 10, 4), jnp.float32)},
   "dqn-mspacman": {"frame": shape((84, 84, 4), jnp.float32)},
 }

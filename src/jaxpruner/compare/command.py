@@ -296,7 +296,7 @@ def compare(settings: "ComparisonSettings", out: str, running: Running) -> int:
     del data
     for note in () if running.quiet else info.notes:
       print(note, file=sys.stderr)
-    pending = _pending(run_folder.read_results(out), wanted)
+    pending = _pending(run_folder.read_results(out), wanted, run.path)
     done = len(wanted) - len(pending)
     bar = terminal.Progress(len(wanted), done, task.metric, running.quiet)
     with bar:
@@ -323,13 +323,26 @@ def compare(settings: "ComparisonSettings", out: str, running: Running) -> int:
 
 
 def _pending(
-  results: "dict[str, Record | Failure]", wanted: "list[Cell]"
+  results: "dict[str, Record | Failure]",
+  wanted: "list[Cell]",
+  path: pathlib.Path,
 ) -> "list[Cell]":
-  """Return the cells without a record; those that raised are included."""
+  """Return the cells to compute: those without a record, and their sources.
+
+  A source is computed again if its weights are not there, as in a folder that
+  was restored from a file of records.
+  """
+  from jaxpruner.compare import executors
   from jaxpruner.compare.records import Record
 
   finished = {key for key, r in results.items() if isinstance(r, Record)}
-  return [cell for cell in wanted if cell.id not in finished]
+  pending = {cell for cell in wanted if cell.id not in finished}
+  for cell in list(pending):
+    source = cell.source
+    while source and not executors.every_file(path, source).exists():
+      pending.add(source)
+      source = source.source
+  return [cell for cell in wanted if cell in pending]
 
 
 def _execute(

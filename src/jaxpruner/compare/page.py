@@ -32,6 +32,10 @@ figure svg { max-width: 100%; height: auto; }
 pre { background: #f5f5f5; padding: .8rem; overflow-x: auto;
   font-size: 12.5px; }
 .scroll { overflow-x: auto; }
+@media (max-width: 700px) {
+  body { margin: 1rem auto; }
+  figure svg { max-width: none; min-width: 560px; }
+}
 .verdict { max-width: 80ch; } .verdict li { margin: .4rem 0; }
 """
 

@@ -4,6 +4,7 @@
     {"record": …}     a finished cell: its numbers for each seed, its costs
     {"training": …}   its learning curve, and a SHA-256 of the loss of all steps
     {"latency": …}    its measured inference time
+    {"measures": …}   what a question measured on its networks
 
 Weights and the losses of single steps stay in the run folder. Several files
 make one report, each with its own commit; a folder can be restored from a file
@@ -24,6 +25,7 @@ from jaxpruner.compare.files import RunFolderError
 from jaxpruner.compare.records import (
   Chunk,
   Latency,
+  Measures,
   Numbers,
   Record,
   SchemaError,
@@ -63,12 +65,14 @@ class Records:
     records: cell id -> its record.
     trainings: cell id -> its learning curve.
     latencies: cell id -> its measured inference time.
+    measures: cell id -> what a question measured.
   """
 
   info: RunInfo
   records: dict[str, Record]
   trainings: dict[str, Training]
   latencies: dict[str, Latency]
+  measures: dict[str, Measures] = dataclasses.field(default_factory=dict)
 
 
 def training_of(chunks: Sequence[Chunk]) -> Training:
@@ -117,11 +121,13 @@ def of_folder(path: str) -> Records:
     raise RunFolderError(f"{path}: no cell is finished")
   steps = run_folder.read_steps(path)
   latency = run_folder.read_latency(path)
+  measures = run_folder.read_measures(path)
   return Records(
     info,
     records,
     {cell: training_of(steps[cell]) for cell in records if cell in steps},
     {cell: latency[cell] for cell in records if cell in latency},
+    {cell: measures[cell] for cell in records if cell in measures},
   )
 
 
@@ -157,6 +163,8 @@ def save(found: Records, file: str) -> None:
       lines.append({"training": found.trainings[cell].to_json()})
     if cell in found.latencies:
       lines.append({"latency": found.latencies[cell].to_json()})
+    if cell in found.measures:
+      lines.append({"measures": found.measures[cell].to_json()})
   text = "".join(
     json.dumps(line, sort_keys=True, allow_nan=False) + "\n" for line in lines
   )
@@ -188,6 +196,7 @@ def read(file: str) -> Records:
     "record": Record,
     "training": Training,
     "latency": Latency,
+    "measures": Measures,
   }
   found: dict[str, list[Any]] = {name: [] for name in kinds}
   for number, line in enumerate(raw.splitlines(), 1):
@@ -219,6 +228,7 @@ def read(file: str) -> Records:
     by_cell("record"),
     by_cell("training"),
     by_cell("latency"),
+    by_cell("measures"),
   )
 
 
@@ -254,6 +264,8 @@ def restore(found: Records, folder: str) -> None:
         run.append(chunk)
       if cell in found.latencies:
         run.append(found.latencies[cell])
+      if cell in found.measures:
+        run.append(found.measures[cell])
       run.append(record)
 
 

@@ -150,15 +150,16 @@ def _computed(
     run_folder,
     workers,
   )
-  from jaxpruner.compare.cells import AFTER
 
   with tempfile.TemporaryDirectory() as folder:
     # Through a run folder, as the recorded numbers went.
     with run_folder.RunFolder(folder) as run:
       run.open_run(info)
-      # A row that prunes after training needs the dense row's weights.
-      first = [cell.dense] if cell.name.startswith(AFTER) else []
-      for group in executors.in_order([*first, cell]):
+      # A row may start or learn from the networks of others.
+      chain = [cell]
+      while (source := chain[-1].source) is not None:
+        chain.append(source)
+      for group in executors.in_order(chain):
         if in_process:
           executors.serial(group, settings, run.path, run.append)
         else:

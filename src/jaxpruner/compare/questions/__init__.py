@@ -25,7 +25,8 @@ QUESTIONS: Registry[Question] = Registry(
     "robustness": f"{_HERE}.robustness:QUESTION",
     "limits": f"{_HERE}.limits:QUESTION",
   },
-  owner=type,
+  # A question is known by the function that answers it.
+  owner=lambda question: getattr(question, "verdict", question),
 )
 
 

@@ -30,11 +30,13 @@ def draw(axis: Any, curves: Sequence[Curve], x: str, y: str) -> None:
     x: the label of the horizontal axis.
     y: the label of the vertical axis.
   """
+  middle: list[float] = []
   for curve in curves:
     found = sorted(curve.points, key=lambda point: point[0])
     if not found:
       continue
     means: list[Estimate] = [estimate(values) for _, values in found]
+    middle += [m.mean for m in means]
     columns = [[getattr(m, k) for m in means] for k in ("mean", "low", "high")]
     plot.errorbar(
       axis,
@@ -43,6 +45,10 @@ def draw(axis: Any, curves: Sequence[Curve], x: str, y: str) -> None:
       label=plot.plain(curve.label),
       **({"ls": "-"} | curve.style),
     )
+  if middle:
+    # Wide intervals of a few seeds must not squeeze the curves.
+    margin = 0.3 * (max(middle) - min(middle)) or 1.0
+    axis.set_ylim(min(middle) - margin, max(middle) + margin)
   axis.set_xlabel(plot.plain(x))
   axis.set_ylabel(plot.plain(y))
 

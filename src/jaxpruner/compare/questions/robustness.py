@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxpruner import plot
 from jaxpruner.compare.cells import Cell
 from jaxpruner.compare.columns import percent
 from jaxpruner.compare.questions import drawing
@@ -132,16 +133,17 @@ def pictures(found: Findings) -> dict[str, Any]:
     return {}
   names = list(QUALITIES)
   figure, grid = drawing.plt.subplots(
-    1,
-    len(names),
-    figsize=(1.5 + 1.5 * len(names), 1.4 + 0.28 * len(cells)),
+    2,
+    4,
+    figsize=(8.0, 1.6 + 0.5 * len(cells)),
     sharey=True,
     layout="constrained",
-    squeeze=False,
   )
   labels = [f"{c.algorithm} {percent(c.sparsity)}" for c in cells]
   styles = drawing.styles(labels)
-  for axis, name in zip(grid[0], names, strict=True):
+  for axis in grid.flat[len(names) :]:
+    axis.set_axis_off()
+  for axis, name in zip(grid.flat, names, strict=False):
     axis.axvline(0, color="black", lw=0.8)
     for y, (cell, label) in enumerate(zip(cells, labels, strict=True)):
       gain = found.better(cell, cell.dense, name, QUALITIES[name])
@@ -153,8 +155,8 @@ def pictures(found: Findings) -> dict[str, Any]:
       axis.plot([gain.mean], [y], "o", color=colour, ms=4)
     axis.set_title(name, fontsize=8)
     axis.tick_params(axis="x", labelsize=7)
-  grid[0][0].set_yticks(range(len(cells)), labels)
-  grid[0][0].invert_yaxis()
+  grid[0][0].set_yticks(range(len(cells)), map(plot.plain, labels))
+  grid[0][0].set_ylim(len(cells) - 0.5, -0.5)
   figure.suptitle("Gain over dense (right of the line is better)", fontsize=10)
   return {"robustness": figure}
 

@@ -165,7 +165,26 @@ def verdict(found: Findings) -> list[str]:
       f"({kinds[order[0]][0].mean:.2f} {found.unit}). Against unstructured: "
       f"{others or 'nothing to compare'}."
     )
-  return [*sentences, *_latency_words(found)]
+  return [*sentences, *_single_words(found), *_latency_words(found)]
+
+
+def _single_words(found: Findings) -> list[str]:
+  """Compare types with one sparsity, such as 2:4, at their own cost."""
+  sentences = []
+  every = {cost: curve_points(found, cost) for cost in COSTS}
+  plain = {c: points.get("unstructured", []) for c, points in every.items()}
+  alone = [kind for kind, v in every["weights"].items() if len(v) == 2]
+  for kind in alone if all(plain.values()) else ():
+    parts = []
+    for cost, points in every.items():
+      place, values, _ = points[kind][0]
+      gain = found.gain(values, at_cost(plain[cost], place))
+      parts.append(f"{cost} ({place:.2f} of dense) {signed(gain)}")
+    sentences.append(
+      f"{kind} has one sparsity. Against unstructured at its own "
+      f"{', '.join(parts)}."
+    )
+  return sentences
 
 
 def _latency_words(found: Findings) -> list[str]:
