@@ -2,6 +2,7 @@
 
     python benchmarks/oneshot.py --model SmolLM2-135M
     python benchmarks/oneshot.py --methods sparsegpt+blocks
+    python benchmarks/oneshot.py --methods sparsegpt+blocks+distill
     python benchmarks/oneshot.py --model CIFAR-10-CNN
     python benchmarks/oneshot.py --model SmolLM2-135M --memory
 
@@ -17,10 +18,12 @@ import datetime
 import functools
 import gc
 import importlib.metadata
+import itertools
 import json
 import os
 import pathlib
 import time
+from typing import Any
 
 import jax
 import numpy as np
@@ -70,14 +73,12 @@ def known(key: str, amount: int, of: str = "tokens") -> bool:
   return rows.get(key, {}).get(of, 0) >= amount
 
 
-def to_learn(model, args) -> np.ndarray:
-  """Token windows to calibrate on."""
+def to_learn(model, rows: int, seed: int = 0) -> np.ndarray:
+  """Token windows to calibrate on; another seed draws other stories."""
   if model.sample:
-    return model.sample(args.calibration, 0)
+    return model.sample(rows, seed)
   encode, length = model.tokenizer.encode, model.window
-  return calibration_text.mixed(
-    three_texts(0), encode, length, args.calibration
-  )
+  return calibration_text.mixed(three_texts(0), encode, length, rows)
 
 
 def to_judge(model, args) -> dict[str, np.ndarray]:
@@ -95,7 +96,7 @@ def to_judge(model, args) -> dict[str, np.ndarray]:
 def language(args: argparse.Namespace) -> None:
   """Measure a language model, dense and pruned."""
   model = models.load(args.model)
-  learn, judge = to_learn(model, args), to_judge(model, args)
+  learn, judge = to_learn(model, args.calibration), to_judge(model, args)
   batches = np.array_split(learn, max(1, len(learn) // 4))
 
   def measure(key: str, params, extra: dict) -> None:
@@ -115,9 +116,40 @@ def language(args: argparse.Namespace) -> None:
   for kind in args.types:
     for method in args.methods:
       key = f"{args.model} {kind} {method}"
+      if args.allocation != "uniform":
+        key += f" {args.allocation}"
       if not known(key, args.tokens):
-        params, extra = pruned(model, batches, method, 0.5, kind, False)
-        measure(key, params, extra | {"calibration_tokens": int(learn.size)})
+        base = method.removesuffix("+distill")
+        params, extra, masks = pruned(model, batches, base, 0.5, kind, args)
+        extra["calibration_tokens"] = int(learn.size)
+        if base != method:
+          params, more = recovered(model, params, masks, args)
+          extra |= more
+        measure(key, params, extra)
+
+
+def recovered(model, params, masks, args) -> tuple[Any, dict]:
+  """Train for a while on the dense model's predictions."""
+  rows = to_learn(model, args.distill_windows, 2)
+  rng = np.random.default_rng(0)
+  batches = (
+    rows[rng.choice(len(rows), 4, replace=False)] for _ in itertools.count()
+  )
+  steps = []
+
+  def progress(step: int, loss: float) -> None:
+    steps.append(loss)
+    if step % 10 == 1:
+      print(f"step {step}, loss {loss:.4f}", flush=True)
+
+  start = time.perf_counter()
+  params = contrib.distill(
+    model.apply_fn, params, masks, model.params, batches,
+    seconds=60 * args.minutes, learning_rate=args.distill_rate,
+    progress=progress,
+  )  # fmt: skip
+  seconds = time.perf_counter() - start
+  return params, {"distill_seconds": seconds, "distill_steps": len(steps)}
 
 
 def views(photos: np.ndarray, width: int) -> np.ndarray:
@@ -164,8 +196,8 @@ def pictures(args: argparse.Namespace) -> None:
       key = f"{args.model} {sparsity} {method}"
       if not known(key, len(x), "images"):
         # Running statistics are measured anew, for all methods alike.
-        options = method, sparsity, "unstructured", True
-        measure(key, *pruned(model, batches, *options))
+        options = method, sparsity, "unstructured", args, True
+        measure(key, *pruned(model, batches, *options)[:2])
 
 
 def resident(word: str) -> int:
@@ -177,7 +209,7 @@ def resident(word: str) -> int:
 def memory(args: argparse.Namespace) -> None:
   """Measure what pruning takes beside the model, in this fresh process."""
   model = models.load(args.model)
-  learn = to_learn(model, args)
+  learn = to_learn(model, args.calibration)
   batches = np.split(learn, len(learn))
   first = jax.tree.map(np.array, model.params)
   whole = sum(x.nbytes for x in jax.tree.leaves(first))
@@ -206,12 +238,18 @@ def memory(args: argparse.Namespace) -> None:
     del masks, params
 
 
-def pruned(model, batches, method, sparsity, kind, refit):
+def pruned(model, batches, method, sparsity, kind, args, refit=False):
   """Prune by a method, or by "method+blocks": block by block, then trained."""
   start = time.perf_counter()
-  solver, _, blocks = method.partition("+")
-  run = functools.partial(post_training.prune, refit=refit)
-  params, _, report = (contrib.prune_blocks if blocks else run)(
+  solver = method.removesuffix("+blocks")
+  run: Any = functools.partial(post_training.prune, refit=refit)
+  if solver != method:
+    run = functools.partial(
+      contrib.prune_blocks,
+      epochs=args.epochs,
+      learning_rate=args.learning_rate,
+    )
+  params, masks, report = run(
     model.apply_fn,
     model.params,
     batches,
@@ -219,9 +257,11 @@ def pruned(model, batches, method, sparsity, kind, refit):
     sparsity=sparsity,
     sparsity_type=kind,
     filter_fn=model.filter_fn,
+    allocation=args.allocation,
+    progress=lambda *at: print(*at, flush=True),
   )
   seconds = time.perf_counter() - start
-  return params, {"sparsity": report.sparsity, "seconds": seconds}
+  return params, {"sparsity": report.sparsity, "seconds": seconds}, masks
 
 
 def main() -> None:
@@ -237,6 +277,12 @@ def main() -> None:
   parser.add_argument(
     "--sparsities", nargs="*", type=float, default=[0.5, 0.7, 0.8, 0.9]
   )
+  parser.add_argument("--epochs", type=int, default=5, help="of +blocks")
+  parser.add_argument("--learning-rate", type=float, default=1e-3)
+  parser.add_argument("--allocation", default="uniform")
+  parser.add_argument("--minutes", type=float, default=20, help="of +distill")
+  parser.add_argument("--distill-windows", type=int, default=512)
+  parser.add_argument("--distill-rate", type=float, default=1e-4)
   parser.add_argument("--memory", action="store_true")
   args = parser.parse_args()
   if args.memory:

@@ -147,7 +147,9 @@ def all_tasks(folder: pathlib.Path = RESULTS) -> dict[str, Task]:
       found[name] = published(page)
   for file in sorted((folder / "records").glob("*.jsonl")):
     name, columns = recorded(file)
-    if name in COUSINS and len(columns) == len(COLUMNS):
+    # A run that is not finished is better than nothing, not than a whole page.
+    whole = len(columns) == len(COLUMNS)
+    if name in COUSINS and (whole or (name not in found and len(columns) > 5)):
       found[name] = columns
   return {name: found[name] for name in COUSINS if name in found}
 

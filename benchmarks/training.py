@@ -2,10 +2,13 @@
 
   python benchmarks/training.py               (about 5 minutes, alone)
   python benchmarks/training.py --only mlp    (one part)
+  python benchmarks/training.py --torch PYTHON  (a Python that has torch)
 
 Steps (forward, backward, Adam; jitted, donated) of all variants run in turns in
 one process; a ratio is the median of those of all turns. `narrow` is a dense
-network with as many weights. Peak memory is that of a fresh process that takes
+network with as many weights; blocks are multiplied by XLA, without Numba. The
+rows of torch, in a process of its own, are against its own dense step (SGD: its
+Adam takes no CSR parameter). Peak memory is that of a fresh process that takes
 three steps, less what the process had before it made its weights.
 """
 
@@ -97,11 +100,13 @@ def scale_shapes(width):
   return {f"block{i}": dict.fromkeys("qkv", shape) for i in range(BLOCKS)}
 
 
-def pruner_at(sparsity, algorithm="static_sparse"):
+def pruner_at(sparsity, algorithm="static_sparse", block=None):
   config = {
     "algorithm": algorithm, "sparsity": sparsity, "rng_seed": 0,
     "storage": "kept",
   }  # fmt: skip
+  if block is not None:
+    config["sparsity_type"] = f"block_{block},{block}"
   if algorithm != "static_sparse":
     config |= {
       "update_freq": 1, "update_start_step": 1, "update_end_step": 10**6
@@ -200,32 +205,21 @@ def bcoo_step(model, shapes, batch, sparsity):
   return stepper(tx, loss, values, tx.init(values), batch)
 
 
-def torch_step(sparsity):
-  """The same step with torch's CSR weights, or None without torch."""
-  try:
-    import torch
-  except ImportError:
-    return None
-  torch.manual_seed(0)
-  weights = []
-  for _ in range(LAYERS):
-    dense = torch.randn(WIDTH, WIDTH) * 0.02
-    dense *= torch.rand_like(dense) >= sparsity
-    weights.append(dense.to_sparse_csr().requires_grad_())
-  x, y = torch.randn(BATCH, WIDTH), torch.randn(BATCH, WIDTH)
-
-  def run():
-    h = x.T
-    for w in weights:
-      h = torch.relu(w @ h)
-    ((h.T - y) ** 2).mean().backward()
-    for w in weights:  # SGD: Adam does not take CSR parameters
-      with torch.no_grad():
-        w.values().add_(w.grad.values(), alpha=-1e-4)
-      w.grad = None
-    return jnp.zeros(())
-
-  return run
+def torch_rows(python):
+  """Return rows of torch's CSR training, by a Python that has torch."""
+  script = pathlib.Path(__file__).with_name("torch_csr.py")
+  out = subprocess.run(
+    [python, script, str(WIDTH), str(LAYERS), str(BATCH), "0.95"],
+    capture_output=True, text=True, check=True,
+  )  # fmt: skip
+  found = json.loads(out.stdout.splitlines()[-1])
+  return [
+    {"model": "mlp", "variant": variant, "sparsity": s, "ms": 1e3 * seconds,
+     "speedup": found["dense"] / seconds, "bytes": None}
+    for variant, s, seconds in (
+      ("torch dense", 0.0, found["dense"]), ("torch csr", 0.95, found["csr"])
+    )
+  ]  # fmt: skip
 
 
 def narrow(width, sparsity):
@@ -241,20 +235,25 @@ def compare(name, repeats):
   steps = {("dense", 0.0): dense_step(model, make(width), data(batch, width))}
   reports = {}
   for s in SPARSITIES:
-    run, reports[s] = kept_step(
+    steps["kept", s], reports["kept", s] = kept_step(
       model, make(width), data(batch, width), pruner_at(s)
     )
-    steps["kept", s] = run
   if name == "mlp":
     for s in SPARSITIES:
       small = narrow(width, s)
       steps["narrow", s] = dense_step(model, make(small), data(batch, small))
+    for block in (16, 32, 64):
+      for s in (0.9, 0.95):
+        label = f"kept, blocks {block}"
+        steps[label, s], reports[label, s] = kept_step(
+          model,
+          make(width),
+          data(batch, width),
+          pruner_at(s, block=block),
+        )
     steps["bcoo", 0.95] = bcoo_step(
       model, make(width), data(batch, width), 0.95
     )
-    torch = torch_step(0.95)
-    if torch is not None:
-      steps["torch csr", 0.95] = torch
   else:
     steps["no projections", 1.0] = dense_step(
       without_projections, scale_shapes(width), data(batch, width)
@@ -270,7 +269,7 @@ def compare(name, repeats):
       "sparsity": s,
       "ms": 1e3 * float(np.median(own)),
       "speedup": page.ratio(times[0], own),
-      "bytes": reports[s].ratio if variant == "kept" else None,
+      "bytes": reports[variant, s].ratio if "kept" in variant else None,
     }
     for (variant, s), own in zip(steps, times, strict=True)
   ]
@@ -303,7 +302,8 @@ def rebuild(sparsity):
     kept.create(jax.random.key(i), (WIDTH, WIDTH), sparsity)
     for i in range(LAYERS)
   ]
-  words = growth.Random(jnp.array([1, 2], jnp.uint32), WIDTH)
+  words = jnp.array([1, 2], jnp.uint32)
+  words = growth.random(words, 0, "w", (WIDTH, WIDTH), 1)
 
   @jax.jit
   def run(weights):
@@ -441,8 +441,8 @@ def memory_section(rows):
   ]
   return (
     "## Memory of a fresh process\n\n`scale` has three layers of 2³⁰ "
-    "weights. A kept peak has about 230 MB of JAX, Numba and its compiler in\n"
-    "it, whatever the model.\n\n" + page.table(head, lines)
+    "weights. A kept peak has about 230 MB of JAX, Numba and its compiler in "
+    "it,\nwhatever the model.\n\n" + page.table(head, lines)
   )
 
 
@@ -450,6 +450,9 @@ def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__)
   parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
   parser.add_argument("--repeats", type=int, default=9)
+  parser.add_argument(
+    "--torch", metavar="PYTHON", help="a Python with torch: adds its CSR rows"
+  )
   parser.add_argument("--child", nargs=2)
   parser.add_argument("--width", type=int, default=WIDTH)
   options = parser.parse_args()
@@ -461,6 +464,8 @@ def main() -> None:
   for name in ("mlp", "transformer"):
     if name in options.only:
       record["speed"] += compare(name, options.repeats)
+  if options.torch and "mlp" in options.only:
+    record["speed"] += torch_rows(options.torch)
   if "update" in options.only:
     record["update"] = updates(options.repeats)
   if "memory" in options.only:

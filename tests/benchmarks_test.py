@@ -142,3 +142,15 @@ def test_the_page_of_rewiring_is_made_of_the_records(
   )
   assert f"{d.mean:+.2f} [{d.low:+.2f}, {d.high:+.2f}]" in text
   assert (published / "rewiring.png").exists()
+
+
+def test_the_law_on_speeches_is_fitted_to_the_records(
+  script, published, monkeypatch
+):
+  arguments = ["scaling_law", "--records", "--resamples", "0"]
+  monkeypatch.setattr("sys.argv", arguments)
+  script("scaling_law").main()
+  text = (published / "scaling_law.md").read_text()
+  assert "fitted to 36 trainings" in text
+  assert "That is beyond the 3 %" in text
+  assert (published / "scaling_law.png").exists()

@@ -17,9 +17,11 @@ ROOT = pathlib.Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", *ROOT.glob("docs/**/*.md")])
 SOURCE = pathlib.Path(jaxpruner.__file__).parent
 MODULES = sorted(
-  ".".join(path.relative_to(SOURCE.parent).with_suffix("").parts)
+  ".".join(path.relative_to(SOURCE.parent).with_suffix("").parts).removesuffix(
+    ".__init__"
+  )
   for path in SOURCE.rglob("*.py")
-  if ">>>" in path.read_text() and path.name != "__init__.py"
+  if ">>>" in path.read_text()
 )
 
 

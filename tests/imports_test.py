@@ -34,13 +34,16 @@ CORE = [
 ROOMS = {
   "engine": [
     "conditional", "counts", "order", "expression", "leaves", "draw",
-    "warm_start", "search", "local", "mesh", "dispatch", "selection",
+    "warm_start", "search", "counting", "dispatch", "selection",
     "__init__",
   ],
   "kept": [
-    "bitmaps", "layouts", "_kernel", "products", "capture", "choosing",
-    "growth", "_rewire_kernel", "rewiring", "folding", "tensors", "lifting",
-    "checking", "updaters", "files", "report", "__init__",
+    "places", "blocks", "bitmaps", "layouts", "block_products", "_kernel",
+    "products", "capture", "choosing", "growth", "block_rewiring",
+    "_rewire_kernel", "rewiring", "folding", "tensors", "conversion",
+    "creation", "views", "rules", "lifting", "checking", "states", "making",
+    "differentiation", "stepping", "updaters", "files", "report", "_fresh",
+    "measuring", "__init__",
   ],
   "program": [
     "primitives", "jaxprs", "tracing", "running", "errors", "owners",

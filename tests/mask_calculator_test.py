@@ -347,6 +347,13 @@ def test_n_by_m_keeps_the_n_largest_of_each_group(seed, kind, pattern):
     np.testing.assert_array_equal(mask, reference_mask(lane, n))
 
 
+def test_a_rank_is_the_place_in_a_stable_sort():
+  # Many equal scores: sorts that are not stable differ from about 16 on.
+  scores = np.random.default_rng(0).integers(0, 3, (4, 500))
+  wanted = np.argsort(np.argsort(-scores, axis=-1, kind="stable"), axis=-1)
+  np.testing.assert_array_equal(mc.rank(jnp.asarray(scores)), wanted)
+
+
 def test_n_by_m_acts_on_the_contraction_axis_by_default():
   scores = jnp.arange(32.0).reshape(8, 4)
   assert mc.n_by_m_mask(scores, 1, 8).tolist() == [[0] * 4] * 7 + [[1] * 4]

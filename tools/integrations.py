@@ -82,6 +82,12 @@ FRAMEWORKS = {
     "transformers",
     "the folder, pruned",
   ),
+  "compressed_tensors": Framework(
+    "compressed-tensors",
+    "compressed-tensors",
+    "compressed_tensors",
+    "the folder, sparse-bitmask",
+  ),
   "onnx": Framework("ONNX", "jax2onnx", "onnx", "the exported file"),
   "litert": Framework(
     "LiteRT", "ai-edge-litert", "litert", "the exported file"

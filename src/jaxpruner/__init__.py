@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     summarize_intersection as summarize_intersection,
   )
   from jaxpruner.inspect.summary import summarize_sparsity as summarize_sparsity
+  from jaxpruner.sparse.budgets import prune_to as prune_to
   from jaxpruner.sparsity_distributions import allocation as allocation
   from jaxpruner.sparsity_distributions import (
     register_distribution as register_distribution,
@@ -96,6 +97,7 @@ _HOMES = {
     "summarize_intersection",
     "summarize_sparsity",
   ),
+  "sparse.budgets": ("prune_to",),
   "sparsity_distributions": ("register_distribution",),
   "sparsity_schedules": ("register_schedule",),
   "sparsity_types": (

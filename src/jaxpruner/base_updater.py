@@ -84,7 +84,7 @@ class BaseUpdater:
       byte (or bit) per weight; it gives the share of weights ever trained (Liu
       et al., 2021).
     continue_sparse: start from a sparse model: weights that are zero at `init`
-      are already pruned. Masks do not change until the schedule asks for fewer
+      are already pruned. Masks do not change while the schedule asks for more
       weights than are left.
     master_dtype: the dtype of a copy of the weights that the state keeps and
       the optimizer updates, such as "float32" for bfloat16 params; None keeps

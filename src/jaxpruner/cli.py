@@ -32,6 +32,10 @@ COMMANDS = {
     "jaxpruner.post_training.generate_command",
     "write text with a model",
   ),
+  "reduce": (
+    "jaxpruner.post_training.reduce_command",
+    "remove experts or layers of a model",
+  ),
   "inspect": (
     "jaxpruner.sparse.inspect_command",
     "show the sparsity of a checkpoint",

@@ -15,6 +15,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpruner import mask_calculator as mc
+from jaxpruner.engine import search
 
 SHAPES = [(64, 1040), (16, 24, 8)]
 SPECS = [(P("a", "b"), P("a", None, "b")), (P(None, ("a", "b")), P())]
@@ -78,6 +79,18 @@ def test_eight_devices_give_the_masks_of_one(kind, specs):
   assert crossing, "the weights are sharded, so something must cross"
   assert max(crossing) <= 100
   assert sum(crossing) <= 10_000 * len(params)
+
+
+def test_only_counts_of_large_leaves_cross(monkeypatch):
+  # Sums over rows first would cross devices where columns are sharded.
+  monkeypatch.setattr(search, "ONE_THREAD", 0)
+  context, sharded, _ = place(weights()[:1], [P("a", "b")], AxisType.Auto)
+  with context:
+    choose = jax.jit(lambda w: mc.topk_masks([w], [9001])[0])
+    program = choose.lower(*sharded).compile()
+  crossing = crossing_bytes(program.as_text())
+  assert crossing
+  assert max(crossing) <= 100
 
 
 def test_leaves_ranked_together_over_devices_are_those_of_one():

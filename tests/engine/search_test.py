@@ -9,23 +9,22 @@ from hypothesis import strategies as st
 
 from jaxpruner import engine
 from jaxpruner.engine import order, search
-from jaxpruner.engine.leaves import Group, leaf_of
 
 KEYS = st.integers(-(2**31) + 1, 2**31 - 1)
 
 
 def state_of(low, high, reach, beyond, keep, evenly=False):
   """The state of one segment of int32 keys."""
-  group = Group((leaf_of(jnp.zeros(reach or 1, jnp.int32))[0],), False)
+  guess = jnp.zeros(search.PROBES - 2, jnp.int32)
   state = search.start(
-    group, jnp.array([keep], jnp.uint32), jnp.zeros((1, 6), jnp.int32)
+    jnp.uint32(keep), jnp.uint32(reach or 1), guess, jnp.dtype("int32")
   )
   return state._replace(
-    low=jnp.array([low], jnp.int32),
-    high=jnp.array([high], jnp.int32),
-    reach=jnp.array([reach], jnp.uint32),
-    beyond=jnp.array([beyond], jnp.uint32),
-    evenly=jnp.array([evenly]),
+    low=jnp.int32(low),
+    high=jnp.int32(high),
+    reach=jnp.uint32(reach),
+    beyond=jnp.uint32(beyond),
+    evenly=jnp.array(evenly),
   )
 
 
@@ -33,20 +32,21 @@ def state_of(low, high, reach, beyond, keep, evenly=False):
 def test_the_bounds_move_to_the_probes_nearest_to_the_threshold():
   # The example of the README: 7 3 9 3 1 3 8 2, keep 4.
   scores = np.array([7, 3, 9, 3, 1, 3, 8, 2])
-  probes = np.array([2, 4, 6, 8, 8, 8, 8, 8])
+  probes = np.array([2, 4, 6, 8, 8, 8])
   state = state_of(0, 9, 8, 0, 4)
-  state = state._replace(probes=jnp.asarray(probes[None], jnp.int32))
-  counts = (scores[:, None] >= probes).sum(0, keepdims=True)
+  state = state._replace(probes=jnp.asarray(probes, jnp.int32))
+  counts = (scores[:, None] >= probes).sum(0)
   new = search._narrow(state, jnp.asarray(counts, jnp.uint32))
-  found = [int(x[0]) for x in (new.low, new.high, new.reach, new.beyond)]
+  found = [int(x) for x in (new.low, new.high, new.reach, new.beyond)]
   assert found == [2, 3, 7, 3]
 
 
 @pytest.mark.quick
-def test_a_segment_that_is_done_keeps_its_bracket():
-  state = state_of(3, 9, 4, 1, 4)._replace(done=jnp.array([True]))
-  new = search._narrow(state, jnp.zeros((1, search.PROBES), jnp.uint32))
-  assert (int(new.low[0]), int(new.high[0])) == (3, 9)
+def test_a_search_ends_even_if_counts_are_wrong():
+  row = state_of(0, 9, 8, 0, 4).pack()
+  wrong = lambda _: jnp.zeros(search.PROBES, jnp.uint32)
+  state = search.State.unpack(jax.jit(lambda r: search.search(r, wrong))(row))
+  assert int(state.passes) == search.LIMIT
 
 
 @given(KEYS, KEYS, st.integers(0, 2**20), st.data())
@@ -56,7 +56,7 @@ def test_probes_lie_inside_the_bracket(one, other, inside, data):
   keep = beyond + data.draw(st.integers(1, inside + 1))
   evenly = data.draw(st.booleans())
   state = state_of(low, high, beyond + inside + 1, beyond, keep, evenly)
-  probes = np.asarray(search._next_probes(state), np.int64)[0]
+  probes = np.asarray(search._next_probes(state), np.int64)
   assert probes.min() > low
   assert probes.max() <= max(high, low + 1)
 
@@ -65,23 +65,24 @@ def test_probes_lie_inside_the_bracket(one, other, inside, data):
 @pytest.mark.parametrize("width", [1, 5, search.PROBES])
 def test_a_narrow_bracket_is_counted_value_by_value(width):
   probes = search._next_probes(state_of(10, 10 + width, 99, 3, 50))
-  assert set(probes[0].tolist()) >= set(range(11, 11 + width))
+  assert set(probes.tolist()) >= set(range(11, 11 + width))
 
 
 @pytest.mark.quick
 def test_interpolated_probes_surround_the_expected_threshold():
   # 1000 scores spread evenly over 100,000 keys: 700 are to be exceeded.
   probes = np.asarray(search._next_probes(state_of(0, 100_000, 1000, 0, 300)))
-  assert probes[0, 3] < 70_000 < probes[0, 4]
+  middle = search.PROBES // 2
+  assert probes[middle - 1] < 70_000 < probes[middle]
   deviation = 100 * np.sqrt(1000 * 0.7 * 0.3)
-  np.testing.assert_allclose(probes[0, 7] - 70_000, 4 * deviation, rtol=1e-3)
+  np.testing.assert_allclose(probes[-1] - 70_000, 4 * deviation, rtol=0.1)
 
 
 @pytest.mark.parametrize("wrong", [np.nan, 0.0, -1e15, 1e15])
 @pytest.mark.parametrize("scores", ["normal", "ties"])
 def test_a_search_ends_whatever_interpolation_says(monkeypatch, wrong, scores):
-  # After `PATIENCE` passes every pass leaves an eighth of the bracket.
-  away = np.full((1, search.PROBES), wrong, np.float32)
+  # After `PATIENCE` passes every pass leaves a sixth of the bracket.
+  away = np.full(search.PROBES, wrong, np.float32)
   monkeypatch.setattr(search, "_AWAY", away)
   monkeypatch.setattr(search, "PATIENCE", 4)
   passes = []
@@ -101,8 +102,8 @@ def test_a_search_ends_whatever_interpolation_says(monkeypatch, wrong, scores):
   wanted = np.zeros(values.size, np.uint8)
   wanted[np.argsort(-values, kind="stable")[:1000]] = 1
   np.testing.assert_array_equal(mask, wanted)
-  # 32 bits of keys, then 12 bits of indices, three bits a pass.
-  assert len(passes) <= 2 * search.PATIENCE + 11 + 4
+  # 32 bits of keys, then 12 bits of indices, 2.6 bits a pass.
+  assert len(passes) <= 2 * search.PATIENCE + 13 + 5
 
 
 @pytest.mark.quick
@@ -117,8 +118,7 @@ def test_a_state_survives_packing():
 @pytest.mark.quick
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32", "uint8"])
 def test_first_probes_lie_between_the_bounds(dtype):
-  group = Group((leaf_of(jnp.zeros(3, dtype))[0],), False)
   low, high = order.bounds(dtype)
-  guess = np.asarray(search.even_guess(group), np.int64)
+  guess = np.asarray(search.even_guess(jnp.dtype(dtype)), np.int64)
   assert low < guess.min()
   assert guess.max() <= high

@@ -10,7 +10,7 @@ import zlib
 import numpy as np
 
 from jaxpruner import sparse
-from jaxpruner.post_training.models import decoder, encoder
+from jaxpruner.post_training.models import decoder_config, encoder
 
 _BASE = {
   "vocab_size": 32, "hidden_size": 16, "intermediate_size": 24,
@@ -106,7 +106,7 @@ def weight(name, shape):
 
 def parsed(family, **changes):
   config = CONFIGS[family] | changes
-  module = encoder if family in ("bert", "vit") else decoder
+  module = encoder if family in ("bert", "vit") else decoder_config
   return module.parse(config)
 
 

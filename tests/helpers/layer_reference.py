@@ -97,6 +97,29 @@ def ria(w, gram, sparsity):
   return kept.reshape(w.shape)
 
 
+def dsnot(w, mean, square, mask, m=0, rounds=50, threshold=0.1):
+  """Exchanges by the mean of each output, one after the other, in float64."""
+  w, mean, square = map(np.float64, (w, mean, square))
+  variance, norm, mask = square - mean**2, np.sqrt(square), mask.copy()
+  for o in range(w.shape[1]):
+    for _ in range(rounds):
+      off = -sum(w[i, o] * mean[i] for i in np.flatnonzero(~mask[:, o]))
+      if abs(off) < threshold:
+        break
+      way = -np.sign(off)
+      removed, kept = np.flatnonzero(~mask[:, o]), np.flatnonzero(mask[:, o])
+      kept = [i for i in kept if way * w[i, o] * mean[i] < 0]
+      m = m or len(w)
+      removed = [i for i in removed if any(i // m == k // m for k in kept)]
+      if not removed:
+        break
+      into = max(removed, key=lambda i: way * w[i, o] * mean[i] / variance[i])
+      kept = [k for k in kept if k // m == into // m]
+      out = min(kept, key=lambda i: abs(w[i, o]) * norm[i])
+      mask[into, o], mask[out, o] = True, False
+  return mask
+
+
 def sparseswaps(w, gram, mask, m=0, rounds=100):
   """The best swap of each output, tried pair by pair, in float64."""
   w, gram, mask = np.float64(w), np.float64(gram), mask.copy()

@@ -17,7 +17,7 @@ import hub_models
 import numpy as np
 
 from jaxpruner import cli
-from jaxpruner.post_training import models
+from jaxpruner.post_training import contrib, models
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "post_training" / "hub_logits.json"
 
@@ -62,6 +62,34 @@ def test_pruned_folders_load_back_into_transformers(tmp_path, family):
   found = theirs(new, family)
   np.testing.assert_allclose(ours(new, family), found, atol=1e-4, rtol=1e-4)
   assert np.abs(found - theirs(old, family)).max() > 1e-3
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "qwen3_moe"])
+def test_half_of_the_experts_load_into_transformers(tmp_path, family):
+  hub_models.write_folder(tmp_path / "old", family)
+  model = models.load_folder(tmp_path / "old")
+  small = contrib.prune_experts(model, [hub_models.inputs(family)], keep=2)
+  models.save_folder(small, tmp_path / "new")
+  found = theirs(tmp_path / "new", family)
+  for logits in (
+    ours(tmp_path / "new", family),
+    small.model.apply_fn(small.model.params, hub_models.inputs(family)),
+  ):
+    np.testing.assert_allclose(logits, found, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+  "family", [f for f in hub_models.CONFIGS if f not in ("bert", "vit")]
+)
+def test_fewer_layers_load_into_transformers(tmp_path, family):
+  hub_models.write_folder(tmp_path / "old", family)
+  model = models.load_folder(tmp_path / "old")
+  small = contrib.drop_blocks(model, [hub_models.inputs(family)], drop=1)
+  models.save_folder(small, tmp_path / "new")
+  np.testing.assert_allclose(
+    ours(tmp_path / "new", family), theirs(tmp_path / "new", family),
+    atol=1e-4, rtol=1e-4,
+  )  # fmt: skip
 
 
 def test_generate_writes_what_transformers_would(tmp_path, capsys):

@@ -16,7 +16,18 @@ from jaxpruner import kept
 STATIC = kept.KeptUpdater(jaxpruner.StaticRandomSparse())
 
 
-def check(model, params, *inputs):
+def half(rng, leaf):
+  return rng.random(leaf.shape) < 0.5
+
+
+def half_of_each_layer(rng, leaf):
+  """As many in each layer, at random."""
+  size = leaf[0].size
+  rank = rng.permuted(np.tile(np.arange(size), (len(leaf), 1)), axis=1)
+  return (rank < size // 2).reshape(leaf.shape)
+
+
+def check(model, params, *inputs, pruner=STATIC, draw=half):
   """Compare value and gradients, with every matrix in the tree kept."""
   rng = np.random.default_rng(0)
 
@@ -24,10 +35,9 @@ def check(model, params, *inputs):
     return leaf.ndim >= 2 and leaf.size > max(leaf.shape) and np.any(leaf)
 
   masks = jax.tree.map(
-    lambda leaf: rng.random(leaf.shape) < 0.5 if prunable(leaf) else None,
-    params,
+    lambda leaf: draw(rng, leaf) if prunable(leaf) else None, params
   )
-  weights = STATIC.from_dense(params, masks, *inputs, apply_fn=model)
+  weights = pruner.from_dense(params, masks, *inputs, apply_fn=model)
   dense, _ = kept.todense(weights)
   values, places = kept.split(weights)
   lifted = kept.lift(model)
@@ -42,7 +52,7 @@ def check(model, params, *inputs):
     leaves, jax.tree.leaves(full), treedef.flatten_up_to(places), strict=True
   ):
     if place is not None:
-      whole = place.gather(whole.reshape(place.matrix))
+      whole = place.pick(whole)
     np.testing.assert_allclose(grad, whole, rtol=1e-3, atol=1e-4)
 
 
@@ -100,6 +110,90 @@ def test_a_weight_shared_by_the_steps_of_a_scan():
   check(model, {"w": normal(4, 4)}, normal(2, 4))
 
 
+STACKED = kept.KeptUpdater(jaxpruner.StaticRandomSparse(stacked_axis=0))
+
+
+def test_scanned_layers_are_a_stack():
+  """Attention's weights have three axes in each layer."""
+
+  def block(h, p):
+    q = jnp.einsum("bd,dhk->bhk", h, p["q"])
+    h = h + jnp.einsum("bhk,hkd->bd", jnp.tanh(q), p["o"])
+    return h + jnp.tanh(h @ p["up"]) @ p["down"], None
+
+  model = lambda p, x: jax.lax.scan(jax.checkpoint(block), x, p)[0]
+  shapes = {"q": (8, 2, 3), "o": (2, 3, 8), "up": (8, 12), "down": (12, 8)}
+  params = {name: normal(3, *shape) for name, shape in shapes.items()}
+  check(model, params, normal(5, 8), pruner=STACKED, draw=half_of_each_layer)
+
+
+def test_layers_scanned_by_flax_and_by_nnx():
+  class Layer(nn.Module):
+    @nn.compact
+    def __call__(self, x, _):
+      return x + nn.tanh(nn.Dense(6)(x)), None
+
+  class Model(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+      layers = nn.scan(
+        Layer, variable_axes={"params": 0}, split_rngs={"params": True},
+        length=3,
+      )  # fmt: skip
+      return nn.Dense(4)(layers()(x, None)[0])
+
+  def draw(rng, leaf):
+    return (half if leaf.ndim == 2 else half_of_each_layer)(rng, leaf)
+
+  model, x = Model(), normal(2, 6)
+  check(model.apply, model.init(jax.random.key(0), x), x, draw=draw)
+
+  @nnx.split_rngs(splits=3)
+  @nnx.vmap(in_axes=0, out_axes=0)
+  def make(rngs):
+    return nnx.Linear(6, 6, rngs=rngs)
+
+  graph, state = nnx.split(make(nnx.Rngs(0)))
+
+  def scanned(state, x):
+    step = nnx.scan(lambda x, layer: jnp.tanh(layer(x)),
+                    in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)  # fmt: skip
+    return step(x, nnx.merge(graph, state))
+
+  check(scanned, state, x, pruner=STACKED, draw=draw)
+
+
+def test_an_ensemble_is_a_stack():
+  model = lambda p, x: jax.vmap(lambda w: jnp.tanh(x @ w) @ w.T)(p["w"])
+  params = {"w": normal(3, 6, 4)}
+  check(model, params, normal(5, 6), pruner=STACKED, draw=half_of_each_layer)
+
+
+def test_a_convolution_of_any_kind():
+  """Strided, dilated, one-dimensional, 1 × 1, and its window first or last."""
+
+  def model(p, x):
+    conv = jax.lax.conv_general_dilated
+    y = conv(
+      x, p["a"], (2, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )
+    y = conv(y, p["b"], (1, 1), "VALID", rhs_dilation=(2, 2),
+             dimension_numbers=("NHWC", "OIHW", "NHWC"))  # fmt: skip
+    y = conv(
+      y, p["c"], (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )
+    y = y.reshape(y.shape[0], -1, y.shape[-1])
+    return conv(
+      y, p["d"], (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC")
+    )
+
+  params = {
+    "a": normal(3, 3, 2, 6), "b": normal(5, 6, 2, 2), "c": normal(1, 1, 5, 4),
+    "d": normal(3, 4, 3),
+  }  # fmt: skip
+  check(model, params, normal(2, 8, 6, 2))
+
+
 def test_half_precision_compute_and_float32_weights():
   def model(p, x):
     y = x.astype(jnp.bfloat16) @ p["w"].astype(jnp.bfloat16)
@@ -121,7 +215,7 @@ def test_an_unsupported_use_names_the_layer_and_the_way_out():
   assert out.tolist() == [[0.0, 0.0, 3.0]]
   stacked = {"w": kept.from_dense(jnp.ones((3, 2, 2)), split=2)}
   scan = lambda p, x: jax.lax.scan(lambda h, w: (h @ w, None), x, p["w"])[0]
-  with pytest.raises(ValueError, match="'w'.*sliced by a scan"):
+  with pytest.raises(ValueError, match="'w'.*a scan slices it.*stacked_axis"):
     kept.lift(scan)(stacked, jnp.ones((1, 2)))
 
 

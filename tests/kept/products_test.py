@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 from jaxpruner import engine, kept
 from jaxpruner.kept import (
   bitmaps,
+  block_products,
   choosing,
   growth,
   layouts,
+  places,
   products,
   rewiring,
 )
@@ -57,6 +59,30 @@ def test_product_and_gradients_equal_dense_ones(
   close(y, x @ m)
   close(dx, g @ m.T)
   close(dv, w.layout.gather(jnp.asarray(outer)))
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("room", [700, 2**22])
+def test_blocks_are_multiplied_some_at_a_time(transposed, room, monkeypatch):
+  """No side is a multiple of the block's; the last blocks come alone."""
+  monkeypatch.setattr(block_products, "ROOM", room)
+  w = kept.create(jax.random.key(0), (33, 70), 0.5, block=(8, 16))
+  dense = np.asarray(w.todense(), np.float64)
+  rng = np.random.default_rng(0)
+  x = rng.normal(size=(7, w.shape[transposed])).astype(np.float32)
+  g = rng.normal(size=(7, w.shape[not transposed])).astype(np.float32)
+  product = lambda x, v: products.product(x, v, w.layout, transposed)
+  y, back = jax.vjp(product, x, w.values)
+  dx, dv = back(g)
+  m = dense.T if transposed else dense
+  outer = g.T @ x if transposed else x.T @ g
+  close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
+  close(y, x @ m)
+  close(dx, g @ m.T)
+  close(dv, w.layout.gather(jnp.asarray(outer)))
+  rows = jnp.array([0, 32, 7, 7])
+  found = block_products.look_up(w.values, w.layout, rows)
+  np.testing.assert_array_equal(found, w.todense()[rows])
 
 
 def test_half_precision_accumulates_in_float32(kernel):
@@ -168,7 +194,7 @@ def test_a_mask_update_in_machine_code_is_the_one_with_bitmaps(shape, kind):
   layout = layout_of(shape)
   values = jnp.asarray(rng.integers(-9, 9, layout.count), jnp.float32)
   if kind == "random":
-    scores = growth.random(jnp.array([1, 2], jnp.uint32), 3, ("w",), shape[1])
+    scores = growth.random(jnp.array([1, 2], jnp.uint32), 3, "w", shape, 1)
   else:
     left, right = (
       rng.integers(-2, 3, (7, n)).astype(np.float32) for n in shape
@@ -189,12 +215,23 @@ def test_a_mask_update_in_machine_code_is_the_one_with_bitmaps(shape, kind):
       jax.tree.map(np.testing.assert_array_equal, fast[0], layout)
 
 
-def test_random_scores_are_those_of_the_engine():
+@pytest.mark.parametrize("axis", [None, 0, 1, 2, 3])
+def test_random_scores_are_those_of_the_engine(axis):
+  """Of a stack, layer by layer, wherever its layers are."""
   data = jax.random.key_data(jax.random.key(3))
-  names = ("a", "kernel")
-  whole = engine.draw.draw(data, 5, [jnp.zeros((40, 7))], (names,))[0]
-  rows = growth.random(data, 5, names, 7).rows(jnp.arange(10, 20))
-  np.testing.assert_array_equal(rows, whole[10:20])
+  shape = (4, 5, 6, 7)
+  whole = engine.draw.draw(data, 5, [jnp.zeros(shape)], (("a", "kernel"),))[0]
+  scores = growth.random(data, 5, "a/kernel", shape, 2, axis)
+  rows = jnp.arange(2, 12)
+  if axis is None:
+    np.testing.assert_array_equal(
+      scores.rows(rows), whole.reshape(20, -1)[2:12]
+    )
+    return
+  inner = np.moveaxis(np.asarray(whole), axis, 0)
+  matrix = inner.reshape(shape[axis], *places.fold(inner.shape[1:], 2))
+  found = jax.vmap(lambda scores: scores.rows(rows))(scores)
+  np.testing.assert_array_equal(found, matrix[:, 2:12])
 
 
 def test_creation_and_training_never_make_the_dense_array():

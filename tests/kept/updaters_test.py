@@ -54,11 +54,14 @@ def adam():
 class Run:
   """A masked run and the same run at kept size."""
 
-  def __init__(self, algorithm):
-    self.masked = jaxpruner.create_updater_from_config(config(algorithm))
-    self.kept = jaxpruner.create_updater_from_config(
-      config(algorithm, storage="kept")
+  def __init__(self, algorithm, model=model, params=dense_params, **more):
+    self.masked = jaxpruner.create_updater_from_config(
+      config(algorithm, **more)
     )
+    self.kept = jaxpruner.create_updater_from_config(
+      config(algorithm, storage="kept", **more)
+    )
+    self.params = params
     self.tx, self.kept_tx = (u.wrap_optax(adam()) for u in self.both)
     apply = kept.lift(model)
     by_gradient = self.kept.grows_by_gradient
@@ -95,7 +98,7 @@ class Run:
     return self.masked, self.kept
 
   def start(self):
-    params = dense_params()
+    params = self.params()
     state = self.tx.init(params)
     params = self.masked.post_gradient_update(params, state)
     weights = self.kept.from_dense(params, state.masks)
@@ -104,6 +107,31 @@ class Run:
 
   def dense(self, params, state):
     return kept.todense(self.kept.pre_forward_update(params, state))
+
+  def check(self, steps):
+    """Run both; compare masks at every step, and weights at the end."""
+    (params, state), (values, kept_state) = self.start()
+    first = jax.tree.map(np.asarray, state.masks)
+    for batch in batches()[:steps]:
+      params, state = self.step(params, state, batch)
+      values, kept_state = self.kept_step(values, kept_state, batch)
+      dense, masks = self.dense(values, kept_state)
+      jax.tree.map(np.testing.assert_array_equal, masks, state.masks)
+    jax.tree.map(
+      lambda a, b: np.testing.assert_allclose(
+        a, b, rtol=1e-5, atol=1e-5 * np.abs(b).max()
+      ),
+      dense,
+      params,
+    )
+    assert self.traces == 1
+    changed = [
+      (np.asarray(a) != np.asarray(b)).any()
+      for a, b in zip(
+        jax.tree.leaves(first), jax.tree.leaves(state.masks), strict=True
+      )
+    ]
+    assert all(changed) == ("static" not in type(self.masked).__name__.lower())
 
 
 @functools.cache
@@ -124,29 +152,34 @@ def test_fifty_steps_give_the_masks_and_weights_of_the_masked_run(
       pytest.skip("static masks are not rewired")
     monkeypatch.setattr(rewiring, "load", lambda: None)
     monkeypatch.setattr(choosing, "SMALL", 256)  # the way of large leaves
-  both = Run(algorithm)
-  (params, state), (values, kept_state) = both.start()
-  first = jax.tree.map(np.asarray, state.masks)
-  for batch in batches():
-    params, state = both.step(params, state, batch)
-    values, kept_state = both.kept_step(values, kept_state, batch)
-    dense, masks = both.dense(values, kept_state)
-    jax.tree.map(np.testing.assert_array_equal, masks, state.masks)
-  jax.tree.map(
-    lambda a, b: np.testing.assert_allclose(
-      a, b, rtol=1e-5, atol=1e-5 * np.abs(b).max()
-    ),
-    dense,
-    params,
-  )
-  assert both.traces == 1
-  changed = [
-    (np.asarray(a) != np.asarray(b)).any()
-    for a, b in zip(
-      jax.tree.leaves(first), jax.tree.leaves(state.masks), strict=True
-    )
-  ]
-  assert all(changed) == (algorithm != "static_sparse")
+  Run(algorithm).check(STEPS)
+
+
+def scanned(p, x):
+  step = lambda h, w: (h + jnp.tanh(h @ w["kernel"] + w["bias"]), None)
+  return jax.lax.scan(step, x, p["blocks"])[0] @ p["out"]["kernel"]
+
+
+def scanned_params():
+  rng = np.random.default_rng(0)
+  draw = lambda *shape: jnp.asarray(rng.normal(0, 0.3, shape), jnp.float32)
+  blocks = {"kernel": draw(3, 16, 16), "bias": jnp.zeros((3, 16))}
+  return {"blocks": blocks, "out": {"kernel": draw(16, 8)}}
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_scanned_layers_train_as_under_masks(algorithm):
+  Run(algorithm, scanned, scanned_params).check(12)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_blocks_train_as_under_masks(algorithm):
+  """No side is a multiple of the block's; scores are means, then maxima."""
+  kind = "maxblock_3,2" if algorithm == "set" else "block_3,2"
+  more = {"sparsity_type": kind, "sparsity": 0.7}
+  Run(algorithm, sparsity_type=kind).check(12)
+  if algorithm == "rigl":
+    Run(algorithm, scanned, scanned_params, **more).check(12)
 
 
 @pytest.mark.parametrize("algorithm", ["set", "rigl"])
@@ -196,8 +229,9 @@ def test_a_restored_run_equals_an_uninterrupted_one(algorithm, tmp_path):
 
 
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
-def test_eight_devices_equal_one():
-  both = run("rigl")
+@pytest.mark.parametrize("kind", ["unstructured", "block_4,4"])
+def test_eight_devices_equal_one(kind):
+  both = Run("rigl", sparsity_type=kind)
   _, alone = both.start()
   mesh = jax.make_mesh(
     (8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,)
@@ -317,6 +351,28 @@ def test_training_takes_the_bytes_that_the_law_allows(sparsity, most):
   assert "1024x1024" in str(report)
 
 
+@pytest.mark.slow  # two processes of their own
+def test_the_report_measures_what_it_tells():
+  pruner = kept.KeptUpdater(jaxpruner.StaticRandomSparse())
+  make = functools.partial(kept.create, jax.random.key(0))
+  stack = make((3, 512, 512), 0.95, axis=0, name="stack")
+  weights = {"stack": stack, "out": make((512, 512), 0.95, block=(64, 64))}
+
+  def loss(p, x):
+    step = lambda h, w: (jnp.tanh(h @ w), None)
+    return jnp.mean((jax.lax.scan(step, x, p["stack"])[0] @ p["out"]) ** 2)
+
+  report = kept.training_report(
+    pruner, loss, weights, optax.adam(1e-3), jnp.ones((32, 512)), repeats=3
+  )
+  rows = {layer.name: layer.rows for layer in report.layers}
+  assert rows == {"stack": 96, "out": 32}
+  assert report.peak is not None and report.dense_peak is not None
+  assert report.peak > report.bytes.total - report.bytes.dense // 64
+  assert report.dense_peak > report.bytes.dense / 2
+  assert "fresh process" in str(report) and "stack" in str(report)
+
+
 def test_files_hold_values_and_positions(tmp_path):
   both = run("set")
   _, (values, state) = both.start()
@@ -326,6 +382,14 @@ def test_files_hold_values_and_positions(tmp_path):
   kept.save(tmp_path / "w.safetensors", weights, metadata={"step": 7})
   loaded = kept.load(tmp_path / "w.safetensors")
   jax.tree.map(np.testing.assert_array_equal, loaded, weights)
+  for more in ({}, {"sparsity_type": "maxblock_4,3"}):  # a stack; and blocks
+    weights = Run("set", scanned, scanned_params, **more).kept.create(
+      jax.random.key(7), lambda _: scanned_params()
+    )
+    kept.save(tmp_path / "w.safetensors", weights)
+    loaded = kept.load(tmp_path / "w.safetensors")
+    jax.tree.map(np.testing.assert_array_equal, loaded, weights)
+    assert jax.tree.structure(loaded) == jax.tree.structure(weights)
   with pytest.raises(jaxpruner.sparse.FileFormatError, match="sparse.load"):
     jaxpruner.sparse.save(tmp_path / "d.safetensors", dense_params())
     kept.load(tmp_path / "d.safetensors")
@@ -341,8 +405,12 @@ def test_what_has_no_kept_form_is_refused():
     make(config("rigl", skip_gradients=False, storage="kept"))
   with pytest.raises(ValueError, match="storage='packed'.*masked.*kept"):
     make(config("rigl", storage="packed"))
-  with pytest.raises(ValueError, match="Block.*no kept form"):
-    make(config("rigl", sparsity_type="block_4,4", storage="kept"))
+  conv = {"conv": {"kernel": jnp.ones((3, 3, 6, 8))}}
+  blocks = make(config("set", sparsity_type="block_4,4", storage="kept"))
+  with pytest.raises(ValueError, match="conv/kernel.*divides 6.*filter_fn"):
+    blocks.create(jax.random.key(0), lambda _: conv)
+  with pytest.raises(ValueError, match="NByM.*no kept form.*Block"):
+    make(config("rigl", sparsity_type="nm_2,4", sparsity=0.5, storage="kept"))
   both = run("rigl")
   _, (values, state) = both.start()
   with pytest.raises(ValueError, match="'a/kernel'.*value_and_grad"):
@@ -416,13 +484,73 @@ def test_options_of_masks_are_refused(option):
     )
 
 
-def test_layers_of_a_stack_are_refused_by_path():
-  pruner = jaxpruner.create_updater_from_config(
-    config("set", storage="kept", stacked_axis=0)
+def test_layers_of_a_stack_must_keep_as_many():
+  make = jaxpruner.create_updater_from_config
+  pruner = make(config("set", storage="kept", stacked_axis=0))
+  masks = {"blocks": {"kernel": np.tril(np.ones((3, 8, 8), np.uint8))}}
+  masks["blocks"]["kernel"][1] = 1
+  params = {"blocks": {"kernel": jnp.ones((3, 8, 8))}}
+  with pytest.raises(ValueError, match="blocks/kernel.*36 to 64 weights"):
+    pruner.from_dense(params, masks)
+  table = {"blocks/kernel[1]": 0.5, "blocks/kernel[2]": 0.6}
+  pruner = make(
+    config("set", storage="kept", stacked_axis=0, custom_sparsity_map=table)
   )
-  init = lambda _: {"blocks": {"kernel": jnp.ones((3, 8, 8))}}
-  with pytest.raises(ValueError, match=r"blocks/kernel\[0\].*stacked_axis"):
-    pruner.create(jax.random.key(0), init)
+  with pytest.raises(ValueError, match=r"blocks/kernel\[1\].*as many weights"):
+    pruner.create(jax.random.key(0), lambda _: params)
+
+
+def test_layers_that_rounding_gave_one_weight_less_get_one_more():
+  """43 of 3 × 72 weights: the total under masks is exact."""
+  make = lambda **more: jaxpruner.create_updater_from_config(
+    config("set", stacked_axis=0, **more)
+  )
+  rng = np.random.default_rng(0)
+  params = {"w": jnp.asarray(rng.normal(size=(3, 8, 9)), jnp.float32)}
+  pruner, masks = make(storage="kept"), make().init_state(params).masks
+  assert np.asarray(masks["w"]).sum((1, 2)).tolist() == [15, 14, 14]
+  weights = pruner.from_dense(params, masks)
+  check_evened(params, masks, weights, 15)
+  created = pruner.create(jax.random.key(0), lambda _: params)
+  assert created["w"].values.shape == weights["w"].values.shape == (3, 15)
+  units = np.array([[1, 0, 1], [0, 1, 0], [1, 1, 0]], np.uint8)  # 1 to 2 blocks
+  masks = {"w": units[:, None, :].repeat(8, 1).repeat(3, 2)}
+  pruner = make(storage="kept", sparsity_type="block_8,3")
+  check_evened(params, masks, pruner.from_dense(params, masks), 48)
+
+
+def check_evened(params, masks, weights, count):
+  dense, found = kept.todense(weights)
+  wanted = jnp.where(masks["w"] == 1, params["w"], 0)
+  np.testing.assert_array_equal(dense["w"], wanted)
+  assert (np.asarray(found["w"]) >= np.asarray(masks["w"])).all()
+  assert set(np.asarray(found["w"]).sum((1, 2))) == {count}
+
+
+def test_created_stacks_and_blocks_have_the_masks_of_the_algorithm():
+  for more in ({}, {"sparsity_type": "block_4,3"}):
+    both = Run("set", scanned, scanned_params, **more)
+    weights = both.kept.create(jax.random.key(7), lambda _: scanned_params())
+    wanted = both.masked.init_state(scanned_params()).masks
+    _, masks = kept.todense(weights)
+    jax.tree.map(np.testing.assert_array_equal, masks, wanted)
+
+
+def test_the_state_can_be_walked():
+  """No None in it, and Optax finds the parts that are like the parameters."""
+  both = run("set")
+  _, (values, state) = both.start()
+  leaves = jax.tree.leaves(state, is_leaf=lambda x: x is None)
+  assert all(leaf is not None for leaf in leaves)
+  marked = optax.tree_map_params(
+    both.kept_tx, lambda _: "param", state, transform_non_params=lambda _: "own"
+  )
+  adam_state = marked.inner_state[1][0]
+  assert set(jax.tree.leaves((adam_state.mu, adam_state.nu))) == {"param"}
+  assert adam_state.count == marked.count == marked.key == "own"
+  assert len(jax.tree.leaves(adam_state.mu)) == len(jax.tree.leaves(values))
+  own = jax.tree.leaves(marked.layouts)
+  assert own == ["own"] * len(jax.tree.leaves(state.layouts))
 
 
 def test_a_jitted_loss_is_refused_with_the_cure():

@@ -1,6 +1,7 @@
 """Block-wise reconstruction and distillation, against NumPy in float64."""
 
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -275,6 +276,26 @@ def test_distillation_follows_its_gradient_in_float64():
   assert not np.asarray(found).view(np.uint32)[mask == 0].any()
 
 
+def test_distillation_slows_down_until_its_time_is_over(monkeypatch):
+  now = iter(range(100))  # one second per look at the clock
+  clock = types.SimpleNamespace(perf_counter=lambda: next(now))
+  monkeypatch.setattr(
+    "jaxpruner.post_training.contrib.distillation.time", clock
+  )
+  start, seen = np.zeros((8, 4), np.float32), []
+  apply_fn = lambda p, x: x @ p
+  teacher = np.ones((8, 4), np.float32) * np.arange(4, dtype=np.float32)
+  for seconds in (1.0, 8.0):
+    new = contrib.distill(
+      apply_fn, start, np.ones((8, 4), np.uint8), teacher,
+      [np.ones((2, 8), np.float32)] * 9, learning_rate=0.01, seconds=seconds,
+    )  # fmt: skip
+    seen.append(np.abs(new).max())
+  # Adam's steps are about the rate: spent is 1 / 1, then 1/8, 3/8, 5/8, 7/8.
+  rates = [(1 + np.cos(np.pi * s)) / 2 for s in (1, 1 / 8, 3 / 8, 5 / 8, 7 / 8)]
+  np.testing.assert_allclose(seen, [0.0, 0.01 * sum(rates[1:])], rtol=0.05)
+
+
 def test_distillation_stops_in_time_and_refuses_nothing_to_learn_from():
   run = functools.partial(
     contrib.distill, lambda p, x: x @ p, MIX, np.ones_like(MIX, np.uint8), MIX
@@ -282,6 +303,8 @@ def test_distillation_stops_in_time_and_refuses_nothing_to_learn_from():
   steps = []
   run([BATCHES[0]] * 3, seconds=0, progress=lambda n, _: steps.append(n))
   assert steps == [1]
+  with pytest.raises(ValueError, match="learning_rate=-1"):
+    run(BATCHES, learning_rate=-1)
   with pytest.raises(ValueError, match="batches is empty"):
     run([])
   with pytest.raises(ValueError, match="temperature=0"):

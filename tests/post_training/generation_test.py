@@ -179,3 +179,14 @@ def test_oneshot_prunes_a_folder_and_writes_it_back(
     np.testing.assert_array_equal(np.asarray(array)[kept], old[kept])
   assert cli.main(args) == 1
   assert "exists" in capsys.readouterr().err
+  trained = tmp_path / "trained"
+  args[-1:] = [str(trained), "--blocks", "1", "--distill", "0.0001"]
+  assert cli.main(args) == 0
+  found = models.load_folder(trained)
+  for name, array in found.params.items():
+    old = np.asarray(after.params[name])
+    assert not np.array_equal(array, old), name
+    if hub.filter_fn((name,), array):  # the same mask, other values
+      np.testing.assert_array_equal(np.asarray(array) != 0, old != 0)
+  assert cli.main([*args[:-5], str(tmp_path / "x"), *args[-4:], "--refit"]) == 1
+  assert "drop --refit" in capsys.readouterr().err

@@ -12,7 +12,7 @@ import pytest
 
 from jaxpruner import cli, post_training, sparse
 from jaxpruner.post_training import models
-from jaxpruner.post_training.models import decoder, hub
+from jaxpruner.post_training.models import decoder, decoder_config, hub
 
 FileFormatError = sparse.FileFormatError
 # Written by tests/integrations/transformers_test.py, with transformers.
@@ -140,4 +140,4 @@ def test_integer_weights_are_refused(tmp_path):
 def test_more_experts_used_than_there_are_is_refused():
   config = hub_models.CONFIGS["mixtral"] | {"num_experts_per_tok": 5}
   with pytest.raises(FileFormatError, match="num_experts_per_tok=5"):
-    decoder.parse(config)
+    decoder_config.parse(config)

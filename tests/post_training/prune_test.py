@@ -14,6 +14,7 @@ from flax import nnx
 
 from jaxpruner import post_training
 from jaxpruner.post_training import _graph, calibration
+from jaxpruner.post_training.contrib import alpha
 
 RNG = np.random.default_rng(0)
 MIX = RNG.normal(size=(16, 16)).astype(np.float32)
@@ -229,6 +230,29 @@ def test_owl_keeps_the_total_and_spares_outliers():
   sizes = [mask.size for mask in jax.tree.leaves(masks)]
   ones = sum(int(mask.sum()) for mask in jax.tree.leaves(masks))
   assert ones == round(sum(sizes) * 0.45)
+
+
+def test_alpha_keeps_the_total_and_spares_heavy_tails():
+  params = mlp_params()
+  left, _, right = np.linalg.svd(params["a"]["w"], full_matrices=False)
+  heavy = left * (np.arange(1, len(right) + 1) ** -2.0) @ right
+  params["a"]["w"] = jnp.asarray(heavy, jnp.float32)
+  _, masks, report = prune(
+    mlp, params, BATCHES, method="magnitude", sparsity=0.55, allocation="alpha"
+  )
+  by_name = {layer.name: layer.sparsity for layer in report.layers}
+  assert by_name["a/w"] < 0.55 < by_name["c/w"]
+  sizes = [mask.size for mask in jax.tree.leaves(masks)]
+  ones = sum(int(mask.sum()) for mask in jax.tree.leaves(masks))
+  assert ones == round(sum(sizes) * 0.45)
+
+
+def test_tail_exponent_is_hills_estimate():
+  w = np.random.default_rng(0).normal(size=(7, 12))
+  values = sorted(np.linalg.eigvalsh(w @ w.T))[::-1]
+  total = sum(np.log(values[i] / values[3]) for i in range(3))
+  assert alpha.tail_exponent(w) == pytest.approx(1 + 3 / total)
+  assert alpha.tail_exponent(np.eye(4)) == np.inf
 
 
 @pytest.mark.parametrize("make", [np.array, jnp.array])

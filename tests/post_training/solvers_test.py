@@ -100,6 +100,25 @@ def test_sparseswaps_makes_the_best_swaps(n, m):
   assert (kept != start).any()
 
 
+@pytest.mark.parametrize("n, m", [(0, 0), (2, 4)])
+def test_dsnot_exchanges_by_the_mean(n, m):
+  rng = np.random.default_rng(4)
+  w = rng.normal(size=(24, 9)).astype(np.float32)
+  mean = rng.normal(size=24).astype(np.float32)
+  square = (mean**2 + rng.uniform(0.1, 2, 24)).astype(np.float32)
+  seen = Statistics(1, mean[None], square[None])
+  given = w[None], seen, 0.5, pattern_of(n, m)
+  start = np.asarray(
+    solve_layer.prune(*given, solve_layer.Settings("wanda"))[1][0]
+  ).astype(bool)
+  new, mask = solve_layer.prune(*given, solve_layer.Settings("dsnot"))
+  kept = reference.dsnot(w, mean, square, start, m)
+  assert (kept != start).any()
+  np.testing.assert_array_equal(np.asarray(mask[0]) != 0, kept)
+  np.testing.assert_array_equal(new[0], np.where(kept, w, 0))
+  np.testing.assert_array_equal(mask[0].sum(0), start.sum(0))
+
+
 def test_sparseswaps_never_raises_the_error_of_an_output(monkeypatch):
   monkeypatch.setattr(sparseswaps, "_ELEMENTS", 1)  # one output at a time
   w, gram = layer(14, inputs=64, outputs=12)

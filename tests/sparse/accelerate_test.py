@@ -446,3 +446,19 @@ def test_haiku():
   params = jax.tree.map(lambda w: pruned(*w.shape) if w.ndim > 1 else w, params)
   _, layers, _ = run(net.apply, params, normal(2, 64))
   assert sum(l.format == "sell" for l in layers.values()) == 2
+
+
+def test_the_report_has_a_line_for_each_kind_of_layer():
+  params = {f"block_{i}": pruned(64, 64) for i in range(3)}
+  params |= {"head": pruned(64, 80), "bias": jnp.zeros(80)}
+
+  def model(params, x):
+    for i in range(3):
+      x = jnp.tanh(x @ params[f"block_{i}"])
+    return x @ params["head"] + params["bias"]
+
+  _, layers, report = run(model, params, normal(2, 64))
+  lines = str(report).splitlines()
+  assert len(lines) == 5 and "block_* (3)" in lines[2]
+  assert "dense 1e+04, sell 3e+03" in lines[2]
+  assert layers["bias"].sparsity == 0

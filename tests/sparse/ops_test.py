@@ -118,6 +118,8 @@ def test_gradients_equal_dense_at_kept_weights(format):
     "nm",
     "compact",
     "panel",
+    "diagonals",
+    "strided_nm",
   ):  # these train whole blocks
     want_w = jnp.where(mask, want_w, 0)
     close(packed.with_values(values).todense(), want_w)

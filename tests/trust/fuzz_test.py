@@ -21,6 +21,7 @@ import zlib
 import compare_helpers
 import flax.serialization
 import fuzz
+import hub_models
 import numpy as np
 import pytest
 
@@ -28,7 +29,7 @@ from jaxpruner import datasets, sparse
 from jaxpruner.compare import files as compare_files
 from jaxpruner.compare import record_files, records, run_folder, settings, table
 from jaxpruner.datasets import archives
-from jaxpruner.post_training.models import gguf
+from jaxpruner.post_training.models import gguf, hub
 from jaxpruner.sparse import (
   _choose,
   _layouts,
@@ -304,6 +305,27 @@ def read_run(path):
   run_folder.read_steps(folder)
 
 
+def damage_hub(rng, content):
+  """Return the name of a family, and a damaged config.json of it."""
+  del content
+  family = rng.choice([*hub_models.CONFIGS])
+  return make_hub(family, lambda text: fuzz.damage_json(rng, text))
+
+
+def make_hub(family="llama3", damage=bytes):
+  config = json.dumps(hub_models.CONFIGS[family]).encode()
+  return family.encode() + b"\n" + damage(config)
+
+
+def read_hub(path):
+  family, _, config = path.read_bytes().partition(b"\n")
+  folder = path.with_name(family.decode())
+  if not folder.exists():
+    hub_models.write_folder(folder, family.decode(), shards=1)
+  (folder / "config.json").write_bytes(config)
+  hub.load_folder(folder)
+
+
 RUN_FILES = ("results.jsonl", "steps.jsonl", "latency.jsonl")
 TOML = b"""task = "digits"
 algorithms = ["magnitude", "rigl{drop_fraction=0.1}"]
@@ -363,7 +385,7 @@ READERS = {
   **{
     layout: (lambda layout=layout: saved(layout), damage_file, read_file,
              files.FileFormatError)
-    for layout in _layouts.LAYOUTS
+    for layout in _layouts.ALL_LAYOUTS
   },
   "model": (make_model, damage_file, sparse.load_model,
             files.FileFormatError),
@@ -387,6 +409,7 @@ READERS = {
             files.FileFormatError),
   "cache": (CACHE.encode, fuzz.damage_json, read_cache, ()),
   "run": (make_run, damage_run, read_run, compare_files.RunFolderError),
+  "hub": (make_hub, damage_hub, read_hub, files.FileFormatError),
   "toml": (lambda: TOML, damage_toml, settings.read_config, ValueError),
   "records": (make_records, damage_records, read_records,
               run_folder.RunFolderError),

@@ -9,13 +9,9 @@ import time
 import numpy as np
 import pytest
 
+from jaxpruner.datasets.archives import DataError
 from jaxpruner.post_training.models import gguf
 from jaxpruner.sparse import _layouts, _safetensors, files
-
-try:
-  from jaxpruner.datasets.archives import DataError
-except ImportError:
-  from jaxpruner.sources import DataError
 
 EIGHT = b"\0" * 8
 
@@ -139,6 +135,38 @@ def nested(depth):
   for _ in range(depth):
     value = [value]
   return value
+
+
+@pytest.mark.parametrize("text", ["\ud800", "a\udfff"])
+def test_text_that_utf_8_cannot_hold_is_no_metadata(tmp_path, text):
+  for metadata in ({"a": text}, {text: 1}, {"a": [{"b": text}]}):
+    with pytest.raises(files.FileFormatError, match="not Unicode text"):
+      files.save(tmp_path / "x", {"w": np.ones(2)}, metadata=metadata)
+  assert not (tmp_path / "x").exists()
+
+
+def test_a_writer_that_cannot_keep_its_word_leaves_no_file(tmp_path):
+  two = np.dtype(np.float32), (2,)
+  pieces = [np.ones(1, np.float32)]
+  with pytest.raises(RuntimeError, match="pieces do not fill the shape"):
+    with _safetensors.Writer(tmp_path / "x", {"w": two}, {}) as writer:
+      writer.add("w", *two, pieces)
+  with pytest.raises(RuntimeError, match="outgrew"):
+    with _safetensors.Writer(tmp_path / "x", {"w": two}, {}) as writer:
+      writer.add("w", *two, pieces * 2)
+      writer.metadata["late"] = "x" * 99
+  assert not [*tmp_path.iterdir()]
+  with _safetensors.Writer(tmp_path / "x", {"w": two}, {}) as writer:
+    writer.add("w", *two, pieces * 2)
+  assert files.load(tmp_path / "x")[0]["w"].tolist() == [1, 1]
+
+
+def test_a_shape_is_bounded_by_its_bytes():
+  assert _safetensors.is_shape([1 << 61])
+  assert _safetensors.is_shape([1 << 60], 2)
+  assert not _safetensors.is_shape([1 << 61], 2)
+  assert not _safetensors.is_shape([1 << 31, 1 << 31])
+  assert not _safetensors.is_shape([1 << 61, 0, 4])
 
 
 @pytest.mark.parametrize("layout", _layouts.LAYOUTS)

@@ -4,7 +4,7 @@ import importlib
 import sys
 import types
 from collections.abc import Callable, Mapping
-from importlib import abc, machinery
+from importlib import machinery
 from typing import Any
 
 
@@ -33,15 +33,16 @@ def names_of(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
   return get
 
 
-class MovedModules(abc.MetaPathFinder, abc.Loader):
+class MovedModules:
   """Let `import` find modules under the paths that they had before.
 
   The old path gives the very module that the new path gives. It is imported on
-  first use.
+  first use. An entry of `sys.meta_path`; the base classes of `importlib.abc`
+  are left out, because importing them takes longer than this package.
 
   Args:
-    table: old path -> new path, both below the package.
     package: the package's `__name__`.
+    table: old path -> new path, both below the package.
   """
 
   def __init__(self, package: str, table: Mapping[str, str]):
@@ -52,11 +53,15 @@ class MovedModules(abc.MetaPathFinder, abc.Loader):
   ) -> machinery.ModuleSpec | None:
     """Return a spec for an old path, None for all others."""
     del path, target
-    if fullname in self._homes:
-      return machinery.ModuleSpec(fullname, self)
-    return None
+    loader: Any = self
+    known = fullname in self._homes
+    return machinery.ModuleSpec(fullname, loader) if known else None
+
+  def create_module(self, spec: machinery.ModuleSpec) -> None:
+    """Return None: `import` makes an empty module first."""
+    del spec
 
   def exec_module(self, module: types.ModuleType) -> None:
-    """Put the module of the new path in the place of an old one."""
+    """Put the module of the new path in the place of the empty one."""
     name = module.__name__
     sys.modules[name] = importlib.import_module(self._homes[name])

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import optax
 
 from jaxpruner import _leaves, base_updater
-from jaxpruner.updater import hidden, transform
+from jaxpruner.updater import hidden
 from jaxpruner.updater.masks import count_changes
+from jaxpruner.updater.start import make_init
 
 
 def chain(*phases: tuple[int, base_updater.BaseUpdater]) -> "Chain":
@@ -177,7 +178,7 @@ class Chain(base_updater.BaseUpdater):
       return self._in_force(run, state.count, updates, state, params)
 
     return optax.GradientTransformationExtraArgs(
-      transform.make_init(self, inner), update_fn
+      make_init(self, inner), update_fn
     )
 
   def _in_force(self, run, step, *args):

@@ -18,6 +18,7 @@ from jaxpruner import (
   sparsity_types,
 )
 from jaxpruner.algorithms import criteria, redistribution
+from jaxpruner.updater import checks
 from jaxpruner.updater.state import refuse_nan
 
 # What a part needs -> the names in `state.stats` of what is kept for it.
@@ -115,17 +116,8 @@ class Rewiring(_legacy.OldHooks, StaticRandomSparse):
 
   def __post_init__(self):
     super().__post_init__()
-    for name in ("drop_fraction", "momentum_decay"):
-      value = getattr(self, name)
-      if (
-        isinstance(value, bool)
-        or not isinstance(value, int | float)
-        or not 0 <= value <= 1
-      ):
-        raise ValueError(
-          f"{type(self).__name__}: {name}={value!r} must lie between 0 and 1, "
-          "such as 0.3"
-        )
+    checks.check_share(self, "drop_fraction")
+    checks.check_share(self, "momentum_decay")
     if self.drop_fraction_fn is not None and not callable(
       self.drop_fraction_fn
     ):

@@ -30,8 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   parser.add_argument(
     "--hold-out",
     metavar="TEXT",
-    help="predict the trainings whose options or sparsity contain this text, "
-    "such as width=192, instead of fitting them",
+    help="predict the trainings whose run, options or sparsity contain this "
+    "text, such as width=192, instead of fitting them",
   )
   parser.add_argument(
     "--resamples", type=int, default=200, help="for the intervals"
@@ -119,15 +119,17 @@ def run(args: argparse.Namespace) -> int:
   try:
     if args.plot and pathlib.Path(args.plot).suffix not in (".png", ".svg"):
       raise ValueError(f"--plot {args.plot}: must end in .png or .svg")
+    inside, outside = [], []
     with record_files.as_folders(args.runs) as runs:
-      found = [t for path in runs for t in trainings(path, args.algorithm)]
-    is_out = lambda t: bool(args.hold_out) and args.hold_out in t.name
-    inside = [t for t in found if not is_out(t)]
-    outside = [t for t in found if is_out(t)]
+      for run, path in zip(args.runs, runs, strict=True):
+        for training in trainings(path, args.algorithm):
+          where = f"{run} {training.name}"
+          is_out = bool(args.hold_out) and args.hold_out in where
+          (outside if is_out else inside).append(training)
     if args.hold_out and not outside:
       raise ValueError(
         f"--hold-out {args.hold_out!r}: no training has it; there are "
-        + ", ".join(sorted({t.name for t in found}))[:300]
+        + ", ".join(sorted({t.name for t in inside}))[:300]
       )
     columns = zip(*(t[1:] for t in inside), strict=True) if inside else [()] * 4
     fit = scaling.fit(scaling.Points(*columns), resamples=args.resamples)

@@ -6,12 +6,13 @@ are therefore passed on as expressions, and evaluated inside the passes that
 count them.
 """
 
+import dataclasses
+import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
-import jax.extend.core
 import jax.numpy as jnp
 from jax import Array, lax
 
@@ -23,12 +24,18 @@ _CHEAP = frozenset(
   "integer_pow iota le lt max min mul ne neg not or select_n "
   "shift_right_logical sign slice square squeeze sub xor".split()
 )
-_MAX_EQUATIONS = 12
+_MOST = 12  # operations of an expression; a call counts as one
 _SMALL = 1024  # arrays up to this size are computed once, whatever they cost
 
 
-class ScoreExpr(NamedTuple):
-  """The scores of a leaf as an elementwise function of arrays.
+@functools.partial(
+  jax.tree_util.register_dataclass,
+  data_fields=["inputs"],
+  meta_fields=["jaxpr"],
+)
+@dataclasses.dataclass(frozen=True)
+class ScoreExpr:
+  """The scores of a leaf as an elementwise function of arrays; a pytree.
 
   Attributes:
     jaxpr: the traced function, a `ClosedJaxpr` with one output.
@@ -39,14 +46,19 @@ class ScoreExpr(NamedTuple):
   inputs: tuple[Array, ...]
 
   @property
+  def aval(self) -> Any:
+    """Shape, dtype and sharding of the scores, as `jax.typeof` gives them."""
+    return self.jaxpr.out_avals[0]
+
+  @property
   def shape(self) -> tuple[int, ...]:
     """Shape of the scores."""
-    return self.jaxpr.out_avals[0].shape
+    return self.aval.shape
 
   @property
   def dtype(self) -> Any:
     """Dtype of the scores."""
-    return self.jaxpr.out_avals[0].dtype
+    return self.aval.dtype
 
   @property
   def size(self) -> int:
@@ -62,32 +74,27 @@ class ScoreExpr(NamedTuple):
 Scores: TypeAlias = Array | ScoreExpr
 
 
-def value(scores: Any) -> Array:
-  """Return scores as an array."""
-  if isinstance(scores, ScoreExpr):
-    return evaluate_score(scores.jaxpr, scores.inputs)
-  return jnp.asarray(scores)
-
-
 def trace(fn: Callable[[], Any]) -> ScoreExpr:
   """Return `fn()` as an expression of the arrays that `fn` closes over."""
-  closed = jax.make_jaxpr(fn)()
-  return ScoreExpr(_without_constants(closed), tuple(closed.consts))
+  closed: Any = jax.make_jaxpr(fn)()
+  # The constants become inputs.
+  jaxpr = closed.jaxpr.replace(constvars=[], invars=closed.jaxpr.constvars)
+  return ScoreExpr(closed.replace(jaxpr=jaxpr, consts=[]), tuple(closed.consts))
 
 
-def _without_constants(closed: Any) -> Any:
-  """Return a jaxpr whose constants have become its first inputs."""
-  jaxpr = closed.jaxpr.replace(
-    constvars=[], invars=[*closed.jaxpr.constvars, *closed.jaxpr.invars]
-  )
-  return closed.replace(jaxpr=jaxpr, consts=[])
+def value(scores: Any) -> Array:
+  """Return scores as an array."""
+  if not isinstance(scores, ScoreExpr):
+    return jnp.asarray(scores)
+  operations = program.read(scores.jaxpr, open_calls=True)
+  return program.run(operations, scores.inputs, _visit)[0]
 
 
 def apply(fn: Callable[..., Array], *scores: Any) -> Any:
   """Return `fn(*scores)` for an elementwise `fn`; an expression stays one.
 
   Args:
-    fn: an elementwise function; arrays it needs are arguments, not closed over.
+    fn: an elementwise function.
     *scores: arrays and expressions, at least one of them of the full shape.
 
   Returns:
@@ -95,24 +102,15 @@ def apply(fn: Callable[..., Array], *scores: Any) -> Any:
   """
   if not any(isinstance(s, ScoreExpr) for s in scores):
     return fn(*scores)
-  expressions = [
-    s if isinstance(s, ScoreExpr) else _constant(s) for s in scores
-  ]
-  lengths = [len(e.inputs) for e in expressions]
-  starts = [sum(lengths[:i]) for i in range(len(lengths))]
-
-  def composed(*flat):
-    parts = zip(expressions, starts, lengths, strict=True)
-    return fn(*(value(e._replace(inputs=flat[a : a + n])) for e, a, n in parts))
-
-  inputs = tuple(x for e in expressions for x in e.inputs)
-  closed = jax.make_jaxpr(composed)(*inputs)
-  return ScoreExpr(_without_constants(closed), (*closed.consts, *inputs))
+  return trace(lambda: fn(*map(value, scores)))
 
 
-def _constant(x: Any) -> ScoreExpr:
-  x = jnp.asarray(x)
-  return ScoreExpr(jax.make_jaxpr(lambda x: x)(x), (x,))
+class _Later(NamedTuple):
+  """A cheap operation that is not computed yet."""
+
+  node: program.Node
+  inputs: list[Any]
+  cost: int
 
 
 def defer(fn: Callable[..., Any], *args: Any) -> Any:
@@ -120,78 +118,33 @@ def defer(fn: Callable[..., Any], *args: Any) -> Any:
 
   Args:
     fn: a function of pytrees that returns a tree of scores.
-    *args: its arguments; what is not needed by an expression is computed here.
+    *args: its arguments; what is not cheap is computed here.
 
   Returns:
     The tree that `fn` returns, of arrays and expressions.
   """
-  closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
-  jaxpr = closed.jaxpr
-  known = dict(zip(jaxpr.invars, jax.tree.leaves(args), strict=True))
-  known |= zip(jaxpr.constvars, closed.consts, strict=True)
-  producers = {
-    out: eqn
-    for eqn in jaxpr.eqns
-    for out in eqn.outvars
-    if _is_cheap(eqn) or out.aval.size > _SMALL
-  }
-  slices = [_slice(producers, out) for out in jaxpr.outvars]
-  needed = {
-    x for x, eqns in zip(jaxpr.outvars, slices, strict=True) if not eqns
-  }
-  for eqns in filter(None, slices):
-    needed |= _free_variables(eqns)
-  once = [x for eqn in jaxpr.eqns for x in eqn.outvars if x in needed]
-  if once:
-    run = jax.extend.core.jaxpr_as_fun(
-      closed.replace(jaxpr=jaxpr.replace(outvars=once))
-    )
-    known |= zip(once, run(*jax.tree.leaves(args)), strict=True)
 
-  def result(out, eqns):
-    if not eqns:
-      return known[out] if _is_variable(out) else jnp.asarray(out.val)
-    inputs = [x for x in known if x in _free_variables(eqns)]
-    part = jaxpr.replace(constvars=[], invars=inputs, eqns=eqns, outvars=[out])
-    return ScoreExpr(
-      closed.replace(jaxpr=part, consts=[]), tuple(known[x] for x in inputs)
-    )
+  def now(x: Any) -> Any:
+    if not isinstance(x, _Later):
+      return x
+    return program.bind(x.node, [now(y) for y in x.inputs])[0]
 
-  results = list(map(result, jaxpr.outvars, slices))
-  return jax.tree.unflatten(jax.tree.structure(shapes), results)
+  def visit(node: program.Node, inputs: list[Any]) -> list[Any]:
+    cost = 1 + sum(x.cost for x in inputs if isinstance(x, _Later))
+    is_large = math.prod(node.outputs[0].shape) > _SMALL
+    is_single = len(node.outputs) == 1
+    if is_large and is_single and cost <= _MOST:
+      if program.consists_of(node, _CHEAP):
+        return [_Later(node, inputs, cost)]
+    return program.bind(node, [now(x) for x in inputs])
 
-
-def _free_variables(eqns: list[Any]) -> set[Any]:
-  read = {x for eqn in eqns for x in eqn.invars if _is_variable(x)}
-  return read - {out for eqn in eqns for out in eqn.outvars}
-
-
-def _slice(producers: dict[Any, Any], out: Any) -> list[Any] | None:
-  """Return the equations of an output; None if they are many or not cheap."""
-  eqns: dict[int, Any] = {}
-  done: list[Any] = []
-
-  def visit(atom):
-    eqn = producers.get(atom) if _is_variable(atom) else None
-    if eqn is None or id(eqn) in eqns or len(eqns) > _MAX_EQUATIONS:
-      return
-    eqns[id(eqn)] = eqn
-    for operand in eqn.invars:
-      visit(operand)
-    done.append(eqn)  # after the equations it reads from
-
-  visit(out)
-  if len(eqns) > _MAX_EQUATIONS or not all(map(_is_cheap, done)):
-    return None
-  return done
-
-
-def _is_variable(atom: Any) -> bool:
-  return not isinstance(atom, jax.extend.core.Literal)
-
-
-def _is_cheap(eqn: Any) -> bool:
-  return program.consists_of(eqn, _CHEAP)
+  traced = program.trace(fn, *args, open_calls=False, unroll=0)
+  found = program.run(traced, jax.tree.leaves(args), visit)
+  results = [
+    trace(functools.partial(now, x)) if isinstance(x, _Later) else value(x)
+    for x in found
+  ]
+  return jax.tree.unflatten(traced.out_tree, results)
 
 
 # --- operations on 16-bit floats ---------------------------------------------
@@ -205,17 +158,12 @@ def _is_cheap(eqn: Any) -> bool:
 # native there.
 
 
-def evaluate_score(jaxpr: Any, inputs: Sequence[Array]) -> Array:
-  """Return the scores of an expression."""
-  return program.run(program.read(jaxpr, open_calls=True), inputs, _visit)[0]
-
-
 def _visit(node: program.Node, inputs: list[Array]) -> list[Array]:
   """Run an operation of a score, or what replaces it."""
-  dtype = jnp.dtype(node.outputs[0].dtype)
-  if dtype in _BITWISE.get(node.name, ()):
-    return [_RULES[node.name](*inputs)]
-  return program.bind(node, inputs)
+  rule, dtypes = _RULES.get(node.name, (None, ()))
+  if rule is None or jnp.dtype(node.outputs[0].dtype) not in dtypes:
+    return program.bind(node, inputs)
+  return [rule(*inputs)]
 
 
 def _bits(x: Any) -> Array:
@@ -242,9 +190,8 @@ def _multiply(x: Array, y: Array) -> Array:
 
 
 _HALVES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
-_RULES: dict[str, Callable[..., Array]] = {
-  "abs": _abs,
-  "select_n": _select_bits,
-  "mul": _multiply,
+_RULES: dict[str, tuple[Callable[..., Array], tuple[Any, ...]]] = {
+  "abs": (_abs, _HALVES),
+  "select_n": (_select_bits, _HALVES),
+  "mul": (_multiply, _HALVES[:1]),
 }
-_BITWISE = {"abs": _HALVES, "select_n": _HALVES, "mul": _HALVES[:1]}

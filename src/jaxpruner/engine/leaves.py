@@ -2,10 +2,9 @@
 # JAX's own annotations are partial:
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
-"""The leaves of a selection: static facts, keys, masks."""
+"""The leaves of a selection: sizes, keys, masks."""
 
 import functools
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -15,52 +14,26 @@ from jax import Array, lax
 from jaxtyping import Bool, Int, UInt, UInt8
 
 from jaxpruner.engine import order
-from jaxpruner.engine.expression import ScoreExpr, evaluate_score
+from jaxpruner.engine.expression import Scores, value
 
 MASK_DTYPE = jnp.uint8
 
 
-class Leaf(NamedTuple):
-  """How the keys of a leaf come from its inputs; hashable.
+class Group(NamedTuple):
+  """Leaves of one dtype, ranked each by itself or together.
 
   Attributes:
-    jaxpr: the score expression, None if the input is the scores.
-    shape: of the scores.
-    dtype: what scores are cast to.
+    leaves: their scores.
+    together: whether all leaves are one segment, or each leaf is one.
   """
 
-  jaxpr: Any
-  shape: tuple[int, ...]
-  dtype: Any
-
-  @property
-  def size(self) -> int:
-    """Number of scores."""
-    return math.prod(self.shape)
-
-  def keys(self, inputs: tuple[Array, ...]) -> Int[Array, "*shape"]:
-    """Return the keys, in the dtype that is searched."""
-    scores = (
-      inputs[0] if self.jaxpr is None else evaluate_score(self.jaxpr, inputs)
-    )
-    return _keys(scores.astype(self.dtype))
-
-
-@jax.jit
-def _keys(scores: Array) -> Int[Array, "*shape"]:
-  return order.sort_key(scores).astype(order.search_dtype(scores.dtype))
-
-
-class Group(NamedTuple):
-  """Leaves of one dtype, ranked each by itself or together; hashable."""
-
-  leaves: tuple[Leaf, ...]
+  leaves: list[Scores]
   together: bool
 
   @property
   def dtype(self) -> Any:
     """The dtype of all scores."""
-    return self.leaves[0].dtype
+    return jnp.dtype(self.leaves[0].dtype)
 
   @property
   def sizes(self) -> np.ndarray:
@@ -78,11 +51,12 @@ class Group(NamedTuple):
     ends = np.cumsum(self.sizes)
     return ends - self.sizes if self.together else np.zeros_like(ends)
 
+  def keys(self, leaf: int) -> Int[Array, "*shape"]:
+    """Return the keys of a leaf's scores."""
+    return order.sort_key(value(self.leaves[leaf]))
+
   def masks(
-    self,
-    inputs: list[tuple[Array, ...]],
-    level: Int[Array, " segments"],
-    cut: UInt[Array, " segments"],
+    self, level: Int[Array, " segments"], cut: UInt[Array, " segments"]
   ) -> list[UInt8[Array, "..."]]:
     """Return ones above the level, and on it before the cut."""
     if self.together:
@@ -90,8 +64,8 @@ class Group(NamedTuple):
       offsets = jnp.asarray(self.offsets, cut.dtype)
       cut = jnp.where(cut > offsets, cut - offsets, 0)
     return [
-      _mask(leaf.keys(x), *row_from([level, cut], i)).astype(MASK_DTYPE)
-      for i, (leaf, x) in enumerate(zip(self.leaves, inputs, strict=True))
+      _mask(self.keys(i), *row_from([level, cut], i)).astype(MASK_DTYPE)
+      for i in range(len(self.leaves))
     ]
 
 
@@ -99,27 +73,8 @@ class Group(NamedTuple):
 def _mask(
   keys: Int[Array, "*shape"], level: Int[Array, ""], cut: UInt[Array, ""]
 ) -> Bool[Array, "*shape"]:
-  before = flat_index(keys.shape) < cut
+  before, level = flat_index(keys.shape) < cut, level.astype(keys.dtype)
   return (keys > level) | ((keys == level) & before)
-
-
-def leaf_of(
-  scores: Array | ScoreExpr,
-) -> tuple[Leaf, tuple[Array, ...]]:
-  """Return the static facts of a leaf, and its inputs."""
-  shape, dtype = scores.shape, jnp.dtype(scores.dtype)
-  jaxpr, inputs = None, (scores,)
-  if isinstance(scores, ScoreExpr):
-    jaxpr, inputs = scores.jaxpr, scores.inputs
-  if jnp.issubdtype(dtype, jnp.complexfloating):
-    raise ValueError(f"scores of dtype {dtype} have no order: use jnp.abs")
-  if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize == 1:
-    dtype = jnp.dtype(jnp.bfloat16)
-  if math.prod(shape) >= 1 << 32:
-    raise ValueError(
-      f"scores of shape {shape} have 2**32 elements or more; split them"
-    )
-  return Leaf(jaxpr, shape, dtype), inputs  # pyright: ignore
 
 
 def flat_index(shape: tuple[int, ...]) -> UInt[Array, "*shape"]:

@@ -2,14 +2,14 @@
 # JAX's own annotations are partial:
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
-"""Find thresholds by counting: brackets, probes, and the cut among ties.
+"""Find a threshold by counting: bracket, probes, and the cut among ties.
 
 A *segment* is what is ranked in one order: a leaf, or all leaves together. Its
 *bracket* holds the keys between which the threshold lies. A *pass* counts how
-many scores of a segment reach each of `PROBES` keys inside the bracket, and
-narrows it. A segment whose bracket has one key left, with more scores on it
-than may be kept, goes on with the same search over indices: among equal scores,
-an element's key is its index, the first the highest.
+many scores of the segment reach each of `PROBES` keys inside the bracket, and
+narrows it. If the bracket has one key left, with more scores on it than may be
+kept, the same search goes on over indices: among equal scores, an element's key
+is its index, the first the highest.
 """
 
 from collections.abc import Callable
@@ -22,77 +22,81 @@ from jax import Array, lax
 from jaxtyping import Bool, Int, UInt
 
 from jaxpruner.engine import order
-from jaxpruner.engine.leaves import Group, vary
 
-PROBES = 8
+PROBES = 6
 COUNT = jnp.uint32
 # After so many passes of interpolation, probes are spread evenly: then every
-# pass leaves an eighth of the bracket.
+# pass leaves a sixth of the bracket.
 PATIENCE = 24
+# More passes than any search needs: an error ends in a wrong mask, not never.
+LIMIT = 128
 
 
 class State(NamedTuple):
-  """The search of each segment between two passes.
+  """The search of a segment between two passes.
 
   Attributes:
     low: a key that at least as many scores reach as are kept.
     high: a key above which fewer are than are kept.
     reach: how many scores reach `low`.
     beyond: how many scores are above `high`.
-    keep: how many to keep; where `by_index`, how many of the ties.
+    keep: how many to keep; if `by_index`, how many of the ties.
     size: how many scores there are.
-    level: the key that was found, where `by_index`.
+    level: the key that was found, if `by_index`.
     by_index: whether the key is found, and the cut among its ties is searched;
       bracket and probes are then index keys.
-    done: whether nothing is left to search.
     evenly: whether the probes were spread evenly, not by interpolation.
     finite: whether all scores are finite; known after the first pass.
     passes: how many passes were made.
     probes: what the next pass counts; inside the bracket.
   """
 
-  low: Int[Array, " segments"]
-  high: Int[Array, " segments"]
-  reach: UInt[Array, " segments"]
-  beyond: UInt[Array, " segments"]
-  keep: UInt[Array, " segments"]
-  size: UInt[Array, " segments"]
-  level: Int[Array, " segments"]
-  by_index: Bool[Array, " segments"]
-  done: Bool[Array, " segments"]
-  evenly: Bool[Array, " segments"]
-  finite: Bool[Array, " segments"]
-  passes: Int[Array, " segments"]
-  probes: Int[Array, "segments probes"]
+  low: Int[Array, ""]
+  high: Int[Array, ""]
+  reach: UInt[Array, ""]
+  beyond: UInt[Array, ""]
+  keep: UInt[Array, ""]
+  size: UInt[Array, ""]
+  level: Int[Array, ""]
+  by_index: Bool[Array, ""]
+  evenly: Bool[Array, ""]
+  finite: Bool[Array, ""]
+  passes: Int[Array, ""]
+  probes: Int[Array, " probes"]
 
-  def pack(self) -> Int[Array, "segments columns"]:
-    """Return the state as one table.
+  @property
+  def done(self) -> Bool[Array, ""]:
+    """Whether nothing is left to search."""
+    found = (self.reach == self.keep) | (self.keep == 0)
+    return ((self.passes > 0) & found) | (self.passes >= LIMIT)
+
+  def pack(self) -> Int[Array, " columns"]:
+    """Return the state as one row of a table.
 
     What XLA does: on small arrays, every value that a loop carries is a kernel
-    of its own, of 12 ms to compile. What we do: one table. What it saves: 12
+    of its own, of 12 ms to compile. What we do: one array. What it saves: 12
     kernels. When it can go: when loop fusions have several results.
     """
     *columns, probes = self
-    table = jnp.pad(probes, ((0, 0), (len(columns), 0)))
-    number = np.arange(table.shape[1])[None]
+    packed = jnp.pad(probes, (len(columns), 0))
+    number = np.arange(packed.size)
     for i, column in enumerate(columns):
-      column = _cast(column, probes.dtype)[:, None]
-      table = jnp.where(number == i, column, table)
-    return table
+      packed = jnp.where(number == i, _cast(column, packed.dtype), packed)
+    return packed
 
   @classmethod
-  def unpack(cls, table: Int[Array, "segments columns"]) -> "State":
-    """Return the state of a table."""
+  def unpack(cls, packed: Int[Array, " columns"]) -> "State":
+    """Return the state that was packed."""
     last = len(cls._fields) - 1
     fields: dict[str, Array] = {
-      name: lax.index_in_dim(table, i, 1, keepdims=False)
+      name: lax.index_in_dim(packed, i, keepdims=False)
       for i, name in enumerate(cls._fields[:last])
     }
     for name in ("reach", "beyond", "keep", "size"):
       fields[name] = _cast(fields[name], COUNT)
-    for name in ("by_index", "done", "evenly", "finite"):
+    for name in ("by_index", "evenly", "finite"):
       fields[name] = fields[name] != 0
-    return cls(**fields, probes=table[:, last:])
+    return cls(**fields, probes=packed[last:])
 
 
 def _cast(x: Array, dtype: Any) -> Array:
@@ -107,76 +111,81 @@ def index_key(index: UInt[Array, "*shape"], dtype: Any) -> Int[Array, "*shape"]:
   return jnp.dtype(dtype).type(np.iinfo(dtype).max) - _cast(index, dtype)
 
 
-def _index(keys: Int[Array, "*shape"]) -> UInt[Array, "*shape"]:
-  """Return the indices that have these index keys."""
-  return _cast(keys.dtype.type(np.iinfo(keys.dtype).max) - keys, COUNT)
-
-
 def start(
-  group: Group, keep: UInt[Array, " segments"], guess: Int[Array, "segments 6"]
+  keep: UInt[Array, ""],
+  size: UInt[Array, ""],
+  guess: Int[Array, " probes-2"],
+  dtype: Any,
 ) -> State:
-  """Return brackets that exclude nothing, and the probes of the first pass.
+  """Return a bracket that excludes nothing, and the probes of the first pass.
 
   Args:
-    group: the leaves and their segments.
     keep: how many to keep, up to the size of the segment.
+    size: how many scores there are.
     guess: keys to look at first.
+    dtype: of the scores.
 
   Returns:
     The state. Two of the probes, the keys of -max and +inf, tell what is
     finite.
   """
-  kind, shape = order.search_dtype(group.dtype), keep.shape
-  low, high = order.bounds(group.dtype)
-  ends = jnp.broadcast_to(np.array([low + 3, high], kind), (*shape, 2))
-  probes = jnp.concatenate([jnp.clip(guess, low + 1, high), ends], 1)
-  sizes = jnp.asarray(group.segment_sizes, COUNT)
-  yes, no = jnp.ones(shape, jnp.bool_), jnp.zeros(shape, jnp.bool_)
+  kind = guess.dtype
+  low, high = (kind.type(bound) for bound in order.bounds(dtype))
+  ends = np.array([low + 3, high], kind)
+  probes = jnp.concatenate([jnp.clip(guess, low + 1, high), ends])
+  yes, no, zero = jnp.array(True), jnp.array(False), jnp.zeros_like(size)
+  low, high = jnp.asarray(low), jnp.asarray(high)
+  passes = jnp.zeros_like(low)
   return State(
-    low=jnp.full(shape, low, kind),
-    high=jnp.full(shape, high, kind),
-    reach=sizes,
-    beyond=jnp.zeros_like(sizes),
-    keep=keep,
-    size=sizes,
-    level=jnp.full(shape, low, kind),
-    by_index=no,
-    done=no,
-    evenly=yes,
-    finite=yes,
-    passes=jnp.zeros(shape, kind),
-    probes=probes,
+    low, high, size, zero, keep, size, low, no, yes, yes, passes, probes
   )
 
 
-def even_guess(group: Group) -> Int[Array, "segments 6"]:
+def even_guess(dtype: Any) -> Int[Array, " probes-2"]:
   """Return keys to look at first where nothing is known."""
-  if jnp.issubdtype(group.dtype, jnp.floating):
+  kind = order.search_dtype(dtype)
+  if jnp.issubdtype(dtype, jnp.floating):
     # Weights and gradients are small numbers.
-    common = [-(2**-6), 0, 2**-12, 2**-7, 2**-3, 2]
-    keys = order.sort_key(jnp.asarray(common, group.dtype))
-  else:
-    keys = jnp.asarray(np.linspace(*order.bounds(group.dtype), 8)[1:-1])
-  keys = keys.astype(order.search_dtype(group.dtype))
-  return jnp.broadcast_to(keys, (len(group.segment_sizes), keys.size))
+    return order.sort_key(jnp.asarray(_COMMON, dtype)).astype(kind)
+  return jnp.asarray(np.linspace(*order.bounds(dtype), PROBES)[1:-1], kind)
+
+
+_COMMON = [0, 2**-10, 2**-5, 1]
 
 
 def reached(
   keys: Int[Array, "*shape"],
   index: UInt[Array, "*shape"],
-  row: Int[Array, "1 columns"],
-) -> list[UInt[Array, "*shape"]]:
-  """Return 1 for each element that reaches a probe of a segment, per probe."""
-  state = State.unpack(row)
-  place = index_key(index, keys.dtype)
-  tied = (keys == state.level[0]) & (place <= state.high[0])
-  # Elements that are not compared get the lowest key, which no probe has.
-  lowest = keys.dtype.type(np.iinfo(keys.dtype).min)
-  ties = jnp.where(tied, place, lowest)
-  ranks = jnp.where(state.by_index[0], ties, keys)
+  packed: Int[Array, " columns"],
+  by_index: bool | None,
+  word: Any | None = COUNT,
+) -> UInt[Array, " probes"]:
+  """Count the elements that reach each probe of their segment.
+
+  Args:
+    keys: keys of scores.
+    index: their indices in the segment.
+    packed: the packed state of the segment.
+    by_index: that of the state, if known.
+    word: as in `totals`.
+
+  Returns:
+    A count per probe.
+  """
+  state = State.unpack(packed)
+  is_tied = state.by_index if by_index is None else by_index
+  rank = index_key(index, packed.dtype)
+  tied = keys == state.level.astype(keys.dtype)
+  # Other elements get the lowest key, which no probe has.
+  ties = jnp.where(tied, rank, packed.dtype.type(np.iinfo(packed.dtype).min))
   # ">" is one vector operation, ">=" is two.
   before = state.probes - 1
-  return [(ranks > before[0, p]).astype(COUNT) for p in range(PROBES)]
+  # The compiler makes a loop of its own of each case.
+  hits = [
+    jnp.where(is_tied, ties > limit, keys > limit.astype(keys.dtype))
+    for limit in (before[p] for p in range(PROBES))
+  ]
+  return jnp.stack(totals(hits, word))
 
 
 def sums(
@@ -195,7 +204,9 @@ def sums(
 ONE_THREAD = 1 << 18
 
 
-def totals(values: list[UInt[Array, "*shape"]]) -> list[UInt[Array, ""]]:
+def totals(
+  values: list[Array], word: Any | None = COUNT
+) -> list[UInt[Array, ""]]:
   """Sum each of two or more arrays of one shape, in one pass.
 
   What XLA does: it stores the operand of a long one-operand reduction, as wide
@@ -203,11 +214,20 @@ def totals(values: list[UInt[Array, "*shape"]]) -> list[UInt[Array, ""]]:
   reduction of two operands or more; if they are large, the last axis first.
   What it saves: 4 bytes per entry of temporary memory, and half of the time on
   two cores. When it can go: when XLA does neither.
+
+  Args:
+    values: bools or small unsigned integers.
+    word: a dtype that holds the sums over the last axis; None sums over all
+      axes at once, so that only totals cross devices.
+
+  Returns:
+    The sums, as `COUNT`.
   """
   axes = tuple(range(values[0].ndim))
-  if values[0].size <= ONE_THREAD or len(axes) < 2:
-    return sums(values, axes) if axes else values
-  return sums(sums(values, axes[-1:]), axes[:-1])
+  if word is not None and values[0].size > ONE_THREAD and len(axes) > 1:
+    values = sums([v.astype(word) for v in values], axes[-1:])
+    axes = axes[:-1]
+  return sums([v.astype(COUNT) for v in values], axes) if axes else values
 
 
 @jax.jit
@@ -217,31 +237,33 @@ def count_true(which: Bool[Array, "*shape"]) -> UInt[Array, ""]:
     return which.astype(COUNT)
   column = lax.broadcasted_iota(jnp.int32, which.shape, which.ndim - 1)
   odd = column & 1 == 1
-  halves = totals([(which & part).astype(COUNT) for part in (odd, ~odd)])
+  halves = totals([which & odd, which & ~odd])
   return halves[0] + halves[1]
 
 
-def advance(state: State, counts: UInt[Array, "segments probes"]) -> State:
+def advance(state: State, counts: UInt[Array, " probes"]) -> State:
   """Return the state after a pass.
 
   Args:
     state: the state before it.
-    counts: how many scores reach each probe; where `by_index`, how many ties
-      of those that are left.
+    counts: how many scores reach each probe; if `by_index`, how many ties.
 
   Returns:
-    The state, with narrower brackets and new probes. Every bracket that is not
+    The state, with a narrower bracket and new probes. A bracket that is not
     done has shrunk, whatever the probes inside it were.
   """
-  finite = (counts[:, -2] == state.size) & (counts[:, -1] == 0)
-  counts += jnp.where(state.by_index, state.beyond, 0)[:, None]
+  finite = (counts[-2] == state.size) & (counts[-1] == 0)
   new = _narrow(state, counts)
-  done = state.done | (new.reach == state.keep) | (state.keep == 0)
-  tied = ~done & (new.low == new.high)
-  inside, before = new.reach - new.beyond, state.reach - state.beyond
-  # Where interpolation did little, the next probes are spread evenly, so that
-  # no distribution of scores takes many passes.
-  evenly = ~state.evenly & ~tied & (inside > before // 4)
+  new = new._replace(
+    level=jnp.where(state.by_index, state.level, new.low),
+    finite=jnp.where(state.passes == 0, finite, state.finite),
+    passes=state.passes + 1,
+  )
+  inside, previous = new.reach - new.beyond, state.reach - state.beyond
+  tied = ~new.done & (new.low == new.high)
+  # If interpolation did little, the next probes are spread evenly, so that no
+  # distribution of scores takes many passes.
+  evenly = ~state.evenly & ~tied & (inside > previous // 4)
   last = index_key(state.size - 1, new.low.dtype)
   new = new._replace(
     low=jnp.where(tied, last, new.low),
@@ -249,71 +271,65 @@ def advance(state: State, counts: UInt[Array, "segments probes"]) -> State:
     reach=jnp.where(tied, inside, new.reach),
     beyond=jnp.where(tied, 0, new.beyond),
     keep=state.keep - jnp.where(tied, new.beyond, 0),
-    level=jnp.where(state.by_index, state.level, new.low),
     by_index=state.by_index | tied,
-    done=done,
     evenly=evenly | (state.passes >= PATIENCE),
-    finite=jnp.where(state.passes == 0, finite, state.finite),
-    passes=state.passes + 1,
   )
   return new._replace(probes=_next_probes(new))
 
 
-def _narrow(state: State, counts: UInt[Array, "segments probes"]) -> State:
+def _narrow(state: State, counts: UInt[Array, " probes"]) -> State:
   """Move the bounds to the probes nearest to the threshold."""
-  old = (state.low, state.high, state.reach, state.beyond)
-  low, high, reach, beyond = (x[:, None] for x in old)
-  enough = counts >= state.keep[:, None]
+  enough = counts >= state.keep
+  # The best of each in one reduction: one kernel to compile, not four. The
+  # largest complement is that of the smallest.
   offers = [
-    jnp.where(enough, state.probes, low),
-    jnp.where(enough, high, state.probes - 1),
-    jnp.where(enough, counts, reach),
-    jnp.where(enough, beyond, counts),
+    jnp.where(enough, state.probes, state.low),
+    ~jnp.where(enough, state.high, state.probes - 1),
+    ~jnp.where(enough, counts, state.reach),
+    jnp.where(enough, state.beyond, counts),
   ]
-  key, word = np.iinfo(low.dtype), np.iinfo(COUNT)
-  worst = [key.min, key.max, word.max, word.min]
-  worst = [x.dtype.type(w) for x, w in zip(offers, worst, strict=True)]
-  best = [jnp.maximum, jnp.minimum, jnp.minimum, jnp.maximum]
-
-  # The best of each in one reduction: one kernel to compile, not four.
-  def better(a: list[Any], b: list[Any]) -> list[Any]:
-    return [f(x, y) for f, x, y in zip(best, a, b, strict=True)]
-
-  new = lax.reduce(offers, worst, better, (1,))
-  new = [jnp.where(state.done, x, y) for x, y in zip(old, new, strict=True)]
-  return state._replace(low=new[0], high=new[1], reach=new[2], beyond=new[3])
+  worst = [x.dtype.type(np.iinfo(x.dtype).min) for x in offers]
+  best: Callable[..., Any] = lambda a, b: [*map(jnp.maximum, a, b)]
+  low, high, reach, beyond = lax.reduce(offers, worst, best, (0,))
+  return state._replace(low=low, high=~high, reach=~reach, beyond=beyond)
 
 
 # Where the next probes go, in standard deviations from the expected threshold.
-_AWAY = np.array([[-4, -2, -1, -0.3, 0.3, 1, 2, 4]], np.float32)
+_AWAY = np.array([-4, -1.5, -0.4, 0.4, 1.5, 4], np.float32)
+# And at least so many keys.
+_APART = np.array([2.5, 1.5, 0.5, 0.5, 1.5, 2.5], np.float32)
 # The first is next to the lower end: many scores may be equal to that.
-_EVEN = np.arange(PROBES, dtype=np.float32)[None] / PROBES
+_EVEN = np.arange(PROBES, dtype=np.float32) / PROBES
 
 
-def _next_probes(state: State) -> Int[Array, "segments probes"]:
+def _next_probes(state: State) -> Int[Array, " probes"]:
   """Return probes in `(low, high]`, around the expected threshold."""
-  low, unsigned = state.low[:, None], f"uint{8 * state.low.dtype.itemsize}"
-  width = _cast(state.high - state.low, unsigned)[:, None]
-  inside = (state.reach - state.beyond).astype(jnp.float32)[:, None]
-  inside = jnp.maximum(inside, 1)
-  above = (state.reach - state.keep).astype(jnp.float32)[:, None]
+  unsigned = f"uint{8 * state.low.dtype.itemsize}"
+  width = _cast(state.high - state.low, unsigned)
+  inside = jnp.maximum((state.reach - state.beyond).astype(jnp.float32), 1)
+  above = (state.reach - state.keep).astype(jnp.float32)
   # If the keys are spread evenly in the bracket, the one that `above` of them
-  # exceed has this variance, counted in keys. Products only: a quotient would
-  # be rounded in another way where it is compiled for another layout, and so
-  # would the sum of a product, except that these signs are exact.
+  # exceed has this variance, counted in keys; and some more, because they are
+  # not spread evenly. Products only: a quotient would be rounded in another way
+  # where it is compiled for another layout.
   inverse = 1 / inside
-  variance = _AWAY**2 * (above * (inside - above) * inverse)
-  away = jnp.sqrt(jnp.maximum(variance, _AWAY**2 / 4)) * np.sign(_AWAY)
-  share = jnp.where(state.evenly[:, None], _EVEN, (above + away) * inverse)
+  variance = above * (inside - above) * inverse
+  variance *= 1 + variance * np.float32(2**-12)
+  away = jnp.sqrt(_AWAY**2 * jnp.maximum(variance, np.float32(0.25)))
+  away = jnp.maximum(away, _APART * (inside * (1 / width.astype(jnp.float32))))
+  share = (above + away * np.sign(_AWAY)) * inverse
+  share = jnp.where(state.evenly, _EVEN, share)
   # A bracket this narrow is counted value by value.
-  each = np.arange(1, PROBES + 1).astype(width.dtype)[None]
+  each = np.arange(1, PROBES + 1).astype(width.dtype)
   step = jnp.where(width <= PROBES, each, fraction(width, share))
-  return low + _cast(jnp.clip(step, 1, jnp.maximum(width, 1)), low.dtype)
+  return state.low + _cast(
+    jnp.clip(step, 1, jnp.maximum(width, 1)), state.low.dtype
+  )
 
 
 def fraction(
-  width: UInt[Array, "segments 1"], share: Any
-) -> UInt[Array, "segments probes"]:
+  width: UInt[Array, "*segments"], share: Any
+) -> UInt[Array, "*segments probes"]:
   """Return `share * width` in unsigned integers, from 0 to `width`."""
   # The largest float32 below 2**bits: a conversion beyond it is undefined.
   limit = np.float32(2.0 ** (8 * width.dtype.itemsize))
@@ -322,51 +338,24 @@ def fraction(
   return jnp.minimum(product.astype(width.dtype), width)
 
 
-Count = Callable[
-  [Int[Array, "segments columns"]], UInt[Array, "segments probes"]
-]
-
-
-def in_loop(count: Count, anchor: Any) -> Count:
-  """Return the count, guarded against being moved out of the loop.
-
-  What XLA does: it moves what no pass changes, the keys, out of the loop and
-  stores them. What we do: a conditional in the loop, out of which nothing is
-  moved; a `switch` over leaves is one. What it saves: 4 bytes per weight. When
-  it can go: when that motion weighs memory against arithmetic.
-
-  Args:
-    count: the count.
-    anchor: the arrays that it reads.
-
-  Returns:
-    A function with the results of `count`.
-  """
-
-  def guarded(table: Array) -> Array:
-    blank = jnp.zeros((table.shape[0], PROBES), COUNT)
-    skip = lambda table: vary(blank, (table, anchor))
-    run = lambda table: vary(count(table), (table, anchor))
-    return lax.cond(jnp.all(State.unpack(table).done), skip, run, table)
-
-  return guarded
+Count = Callable[[Int[Array, " columns"]], UInt[Array, " probes"]]
 
 
 def search(
-  table: Int[Array, "segments columns"], count: Count
-) -> Int[Array, "segments columns"]:
-  """Pass until all segments are done.
+  packed: Int[Array, " columns"], count: Count
+) -> Int[Array, " columns"]:
+  """Pass until the segment is done.
 
   Args:
-    table: the packed state.
-    count: returns how many scores reach each probe of their segment.
+    packed: the packed state.
+    count: returns how many scores reach each probe.
 
   Returns:
-    The packed state in which all are done.
+    The packed state that is done.
   """
-  going = lambda table: ~jnp.all(State.unpack(table).done)
-  one_pass = lambda table: advance(State.unpack(table), count(table)).pack()
-  return lax.while_loop(going, one_pass, table)
+  going = lambda packed: ~State.unpack(packed).done
+  one_pass = lambda packed: advance(State.unpack(packed), count(packed)).pack()
+  return lax.while_loop(going, one_pass, packed)
 
 
 class Found(NamedTuple):
@@ -377,14 +366,15 @@ class Found(NamedTuple):
   finite: Bool[Array, " segments"]
 
 
-def found(group: Group, table: Int[Array, "segments columns"]) -> Found:
+def found(table: Int[Array, "segments columns"], dtype: Any) -> Found:
   """Return the thresholds of segments that are done."""
-  state = State.unpack(table)
-  none, top = state.keep == 0, order.bounds(group.dtype)[1]
-  cut = jnp.where(state.by_index, _index(state.low) + 1, state.size)
-  finite = state.finite
-  if not jnp.issubdtype(group.dtype, jnp.floating):
-    finite = jnp.ones_like(finite)
+  state = jax.vmap(State.unpack)(table)
+  none, top = state.keep == 0, order.bounds(dtype)[1]
+  last = np.iinfo(table.dtype).max
+  cut = jnp.where(
+    state.by_index, _cast(last - state.low, COUNT) + 1, state.size
+  )
+  finite = state.finite | (not jnp.issubdtype(dtype, jnp.floating))
   return Found(
     jnp.where(none, top, state.level), jnp.where(none, 0, cut), finite
   )

@@ -5,7 +5,7 @@
 """Select masks: group leaves, search their thresholds, compare."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,12 +15,12 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Bool, Float, UInt, UInt8
 
-from jaxpruner.engine import local, mesh, order, search, warm_start
-from jaxpruner.engine.dispatch import dispatch_on_sharding
-from jaxpruner.engine.expression import ScoreExpr, Scores, value
-from jaxpruner.engine.leaves import MASK_DTYPE, Group, leaf_of
+from jaxpruner.engine import counting, order, search, warm_start
+from jaxpruner.engine.dispatch import tell_if_sharded
+from jaxpruner.engine.expression import Scores, apply, value
+from jaxpruner.engine.leaves import MASK_DTYPE, Group
 
-_MOST = (1 << 32) - 1
+_LARGEST = (1 << 32) - 1
 
 
 class Selection(NamedTuple):
@@ -71,17 +71,16 @@ def select(
       f"keep (ones) has {len(keep)} counts for {len(scores)} leaves; give one "
       "count per leaf, or together=True for one count over all"
     )
-  arrays = jax.tree.leaves(
-    [s.inputs if isinstance(s, ScoreExpr) else s for s in scores]
-  )
   counts: Any = keep
   if not isinstance(keep, Array | np.ndarray):
     counts = [keep] if together else list(keep)
     if all(isinstance(k, int | np.integer) for k in counts):
-      counts = np.clip(np.array(counts, np.int64), 0, _MOST).astype(np.uint32)
-  if any(isinstance(x, jax.core.Tracer) for x in (*arrays, hint)):
-    given = [s if isinstance(s, ScoreExpr) else jnp.asarray(s) for s in scores]
-    return _select_groups(given, counts, hint, together)
+      counts = np.clip(np.array(counts, np.int64), 0, _LARGEST).astype(
+        np.uint32
+      )
+  arrays = jax.tree.leaves((list(scores), hint))
+  if any(isinstance(x, jax.core.Tracer) for x in arrays):
+    return _select_groups(list(scores), counts, hint, together)
   # Outside `jit` there is nothing to fuse with: expressions become arrays, and
   # all that follows is one compiled function.
   return _select_jitted([value(s) for s in scores], counts, hint, together)
@@ -93,44 +92,51 @@ def _select_groups(
   hint: Float[Array, "leaves 3"] | None,
   together: bool,
 ) -> Selection:
-  masks = [jnp.zeros(s.shape, MASK_DTYPE) for s in scores]
-  finite = jnp.ones(len(scores), jnp.bool_)
-  pairs = [leaf_of(score) for score in scores]
-  leaves, inputs = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
-  if together and leaves:
-    common = jnp.result_type(*(leaf.dtype for leaf in leaves))
-    leaves = [leaf._replace(dtype=jnp.dtype(common)) for leaf in leaves]
+  leaves = _ranked(scores, together)
   groups: dict[Any, list[int]] = {}
   for i, leaf in enumerate(leaves):
-    if leaf.size:
-      groups.setdefault(leaf.dtype, []).append(i)
+    groups.setdefault(jnp.dtype(leaf.dtype), []).append(i)
+  masks: dict[int, Array] = {}
+  finite = jnp.ones(len(leaves), jnp.bool_)
   for ids in groups.values():
-    group = Group(tuple(leaves[i] for i in ids), together)
-    is_float = jnp.issubdtype(group.dtype, jnp.floating)
-    part = None
-    if hint is not None and is_float and not together:
-      part = pick(hint, ids)
+    group = Group([leaves[i] for i in ids], together)
     found = _select_group(
       group,
-      [inputs[i] for i in ids],
-      counts_of(group, keep if together else pick(keep, ids)),
-      part,
+      keep if together else pick(keep, ids),
+      hint if hint is None or together else pick(hint, ids),
     )
-    for i, mask in zip(ids, found.masks, strict=True):
-      masks[i] = mask
+    masks |= zip(ids, found.masks, strict=True)
     if together:
       finite = jnp.stack([all_finite(s) for s in scores])
-    elif len(ids) == len(scores):
-      finite = found.finite
-      hint = found.hint if part is not None else hint
+    elif len(groups) == 1:
+      finite, hint = found.finite, found.hint
     else:
       finite = finite.at[np.array(ids)].set(found.finite)
-      if hint is not None and found.hint is not None:
+      if hint is not None:
         hint = hint.at[np.array(ids)].set(found.hint)
-  return Selection(masks, finite, hint)
+  return Selection([masks[i] for i in range(len(leaves))], finite, hint)
 
 
 _select_jitted = jax.jit(_select_groups, static_argnums=3)
+
+
+def _ranked(scores: list[Scores], together: bool) -> list[Scores]:
+  """Return the scores in the dtypes in which they are ranked."""
+  dtypes: list[Any] = []
+  for score in scores:
+    dtype = jnp.dtype(score.dtype)
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+      raise ValueError(f"scores of dtype {dtype} have no order: use jnp.abs")
+    is_tiny = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize == 1
+    dtypes.append(jnp.dtype(jnp.bfloat16) if is_tiny else dtype)
+  if together and scores:
+    dtypes = [jnp.dtype(jnp.result_type(*dtypes))] * len(scores)
+  return [
+    score
+    if score.dtype == dtype
+    else apply(lambda x, t=dtype: x.astype(t), score)
+    for score, dtype in zip(scores, dtypes, strict=True)
+  ]
 
 
 def pick(counts: Sequence[Any] | Array, ids: Sequence[int]) -> Any:
@@ -157,54 +163,46 @@ def pick(counts: Sequence[Any] | Array, ids: Sequence[int]) -> Any:
   return [counts[i] for i in ids]
 
 
-def counts_of(group: Group, keep: Any) -> UInt[Array, " segments"]:
+def _counts_of(group: Group, keep: Any) -> UInt[Array, " segments"]:
   """Return counts as uint32, from 0 to the size of the segment."""
-  if int(group.segment_sizes.max()) >= 1 << 32:
+  if int(group.segment_sizes.max()) > _LARGEST:
     raise ValueError(
-      "scores ranked together have 2**32 elements or more; rank them in parts"
+      f"scores of shapes {[leaf.shape for leaf in group.leaves]} have 2**32 "
+      "elements or more in one ranking; rank them in parts"
     )
-  word = lambda k: jnp.clip(jnp.asarray(k), 0).astype(jnp.uint32)
+  clipped = lambda k: jnp.clip(jnp.asarray(k), 0).astype(jnp.uint32)
   if isinstance(keep, list):
-    counts = jnp.stack([word(k) for k in keep])
+    counts = jnp.stack([clipped(k) for k in keep])
   else:
-    counts = word(keep).reshape(-1)
+    counts = clipped(keep).reshape(-1)
   return jnp.minimum(counts, group.segment_sizes.astype(np.uint32))
 
 
-class _Task(NamedTuple):
-  """A selection without its arrays: hashable, as a primitive's parameter."""
+def _select_group(
+  group: Group, keep: Any, hint: Float[Array, "leaves 3"] | None
+) -> Selection:
+  together, dtype = group.together, group.dtype
 
-  find: Callable[..., search.Found]
-  group: Group
-
-  def __call__(self, inputs: Any, keep: Array, hint: Any) -> list[Array]:
-    inputs = [tuple(x) for x in inputs]
-    found = self.find(self.group, inputs, keep, hint)
-    masks = self.group.masks(inputs, found.level, found.cut)
+  def run(
+    is_sharded: bool, leaves: list[Scores], keep: Array, near: Array | None
+  ) -> list[Array]:
+    group = Group(leaves, together)
+    found = counting.find_thresholds(group, keep, near, is_sharded)
+    masks = group.masks(found.level, found.cut)
     return [*masks, found.finite, found.level]
 
-
-def _select_group(
-  group: Group,
-  inputs: list[tuple[Array, ...]],
-  keep: UInt[Array, " segments"],
-  hint: Float[Array, "leaves 3"] | None,
-) -> Selection:
-  inputs, keep = lax.stop_gradient((inputs, keep))
-  struct = jax.ShapeDtypeStruct
-  shapes = [struct(leaf.shape, MASK_DTYPE) for leaf in group.leaves]
-  shapes.append(struct(keep.shape, jnp.bool_))
-  shapes.append(struct(keep.shape, order.search_dtype(group.dtype)))
-  *masks, finite, level = dispatch_on_sharding(
-    _Task(local.find_thresholds, group),
-    _Task(mesh.find_thresholds, group),
-    shapes,
-    inputs,
-    keep,
-    hint,
-  )
-  if hint is not None:
-    hint = warm_start.follow(hint, level, group.dtype)
+  is_float = jnp.issubdtype(dtype, jnp.floating)
+  near = hint if is_float and not together else None
+  args = lax.stop_gradient((group.leaves, _counts_of(group, keep), near))
+  number = args[1].shape
+  shapes = [
+    *((leaf.shape, MASK_DTYPE) for leaf in group.leaves),
+    (number, jnp.bool_),
+    (number, order.search_dtype(dtype)),
+  ]
+  *masks, finite, level = tell_if_sharded(run, shapes, *args)
+  if near is not None:
+    hint = warm_start.follow(near, level, dtype)
   return Selection(masks, finite, hint)
 
 

@@ -19,9 +19,9 @@ from jaxtyping import Float, Int
 from jaxpruner.engine import order
 
 # Where to look first, in errors of the extrapolation.
-_ERRORS = np.array([[-4, -1.4, -0.4, 0.4, 1.4, 4]], np.float32)
+_ERRORS = np.array([[-2.5, -0.6, 0.6, 2.5]], np.float32)
 # And at least so many keys apart.
-_APART = np.array([[-3, -2, -1, 1, 2, 3]], np.int32)
+_APART = np.array([[-2, -1, 1, 2]], np.int32)
 
 
 def new(number: int) -> Float[Array, "leaves 3"]:
@@ -53,7 +53,9 @@ def follow(
   return jnp.stack([now, move, error], 1)
 
 
-def guess(hint: Float[Array, "leaves 3"], dtype: Any) -> Int[Array, "leaves 6"]:
+def guess(
+  hint: Float[Array, "leaves 3"], dtype: Any
+) -> Int[Array, "leaves probes-2"]:
   """Return keys around the extrapolated thresholds."""
   level, move, error = (hint[:, i, None] for i in range(3))
   scores = (level + move + error * _ERRORS).astype(dtype)

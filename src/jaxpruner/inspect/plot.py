@@ -274,6 +274,66 @@ def sparsity(tree: PyTree, params: PyTree = None, axis: Any = None) -> Any:
   return axis.figure
 
 
+def acceleration(report: Any) -> Any:
+  """Draw bytes and times of each kind of layer, before and after.
+
+  Args:
+    report: the report of `jaxpruner.sparse.accelerate`.
+
+  Returns:
+    A new figure: bytes on the left, times of the products on the right. Layers
+    that were not timed have no bar there.
+
+  Example:
+    >>> from jaxpruner import sparse
+    >>> layer = sparse.LayerReport(
+    ...   "up", (64, 64), 0.9, "sell", "fastest of 2", 16384, 2560,
+    ...   {"dense": 4e-5, "sell": 1e-5})
+    >>> figure = acceleration(sparse.Report((layer,), 2e-3, 1e-3, ""))
+    >>> [axis.get_xlabel() for axis in figure.axes]
+    ['bytes', 'milliseconds']
+    >>> plt.close(figure)
+  """
+  kinds = [k for k in report.kinds() if k.dense_bytes]
+  count = [len(k.layers) for k in kinds]
+  formats = [k.layers[0].format for k in kinds]
+  seconds = [k.seconds for k in kinds]
+  pairs = {
+    "bytes": ([k.dense_bytes for k in kinds], [k.bytes for k in kinds]),
+    "milliseconds": (
+      [
+        1e3 * n * t.get("dense", 0) for n, t in zip(count, seconds, strict=True)
+      ],
+      [
+        1e3 * n * t.get(f, 0)
+        for n, t, f in zip(count, seconds, formats, strict=True)
+      ],
+    ),
+  }
+  with styled():
+    height = max(1.8, 0.4 * len(kinds) + 1)
+    figure, axes = plt.subplots(
+      1, 2, figsize=(9, height), sharey=True, layout="constrained"
+    )
+    for axis, (label, (before, after)) in zip(axes, pairs.items(), strict=True):
+      places = np.arange(len(kinds))
+      axis.barh(places - 0.2, before, 0.38, label="dense", color="#bbbbbb")
+      axis.barh(places + 0.2, after, 0.38, label="now", color=COLOURS[0])
+      axis.set_xlabel(label)
+    names = [
+      f"{plain(k.name)}: {f}" for k, f in zip(kinds, formats, strict=True)
+    ]
+    axes[0].set_yticks(np.arange(len(kinds)), names, fontsize=7)
+    axes[0].invert_yaxis()
+    axes[1].legend()
+    figure.suptitle(
+      f"whole function: {report.dense_seconds * 1e3:.3g} ms dense, "
+      f"{report.seconds * 1e3:.3g} ms now",
+      fontsize=9,
+    )
+  return figure
+
+
 def masks(tree: PyTree, params: PyTree = None, columns: int = 4) -> Any:
   """Draw each mask as an image, black where weights are kept.
 

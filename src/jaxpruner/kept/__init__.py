@@ -4,15 +4,18 @@ from jaxpruner._tools import on_use
 
 # name -> the module below jaxpruner.kept that defines it
 _MODULES = {
-  "KeptState": "updaters",
+  "BlockLayout": "blocks",
+  "KeptState": "states",
   "KeptTensor": "tensors",
   "KeptUpdater": "updaters",
   "LayerBytes": "report",
+  "LayerTime": "measuring",
   "Layout": "layouts",
   "TrainingBytes": "report",
-  "create": "tensors",
-  "find_kept_state": "updaters",
-  "from_dense": "tensors",
+  "TrainingReport": "measuring",
+  "create": "creation",
+  "find_kept_state": "states",
+  "from_dense": "conversion",
   "join": "tensors",
   "lift": "lifting",
   "load": "files",
@@ -20,6 +23,7 @@ _MODULES = {
   "split": "tensors",
   "todense": "tensors",
   "training_bytes": "report",
+  "training_report": "measuring",
 }
 
 __all__ = sorted(_MODULES)  # pyright: ignore[reportUnsupportedDunderAll]

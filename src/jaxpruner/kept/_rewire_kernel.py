@@ -38,8 +38,9 @@ LOW = 0xFFFFFFFF
 
 (
   STARTS, INDICES, WIDE, STAY, ROW_COUNT, COLUMNS, WORDS, X, G, BATCH, STEP,
-  START, THRESHOLD, SHIFT, PREFIX, ROOM, KEYS, FOUND, BAD, COUNTS, FIELDS,
-) = range(_pool.FIRST_FREE, _pool.FIRST_FREE + 21)  # fmt: skip
+  START, OFFSET, THRESHOLD, SHIFT, PREFIX, ROOM, KEYS, FOUND, BAD, COUNTS,
+  FIELDS,
+) = range(_pool.FIRST_FREE, _pool.FIRST_FREE + 22)  # fmt: skip
 
 _, write_u16 = _simd.memory("u16", I16, types.uint16)
 _, write_i32 = _simd.memory("i32", I32, types.int32)
@@ -180,7 +181,7 @@ def _score(job, group, panel, out):
   if field(job, X) == 0:
     for i in range(GROUP):
       row = group * GROUP + i
-      first = row * field(job, COLUMNS) + panel * PANEL
+      first = row * field(job, COLUMNS) + panel * PANEL + field(job, OFFSET)
       _hashes(first, field(job, STEP), field(job, START), out + 4 * PANEL * i)
     return
   batch = field(job, BATCH)
@@ -649,7 +650,8 @@ def _run(frame, by_gradient):
   """Rewire one leaf.
 
   Operands: starts, indices, slots (by row), values, left (int32), and the two
-  words of `engine.draw`, or x (rows / 4, batch, 4) and g (panels, batch, 64).
+  words of `engine.draw` and the index of the first weight, or x (rows / 4,
+  batch, 4) and g (panels, batch, 64).
   Results: the lists by row, the lists by column, moved (uint8 per slot), and
   whether all scores are finite (uint8).
   """
@@ -693,6 +695,7 @@ def _run(frame, by_gradient):
   else:
     words = _pool.data(arg(frame, 5))
     set_field(spec, START, np.int64(read_i32(words)))
+    set_field(spec, OFFSET, np.int64(read_i32(words + 8)))
     set_field(spec, STEP, np.int64(read_i32(words + 4)) | 1)
   grow, keys = count - left, 0
   write_u8(finite, 1)

@@ -1,10 +1,14 @@
 """Refuse what has no kept form, with the way out."""
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
-from jaxpruner import _leaves, algorithms, base_updater, sparsity_types
+import jax
+import numpy as np
+
+from jaxpruner import _leaves, algorithms, base_updater, mask_calculator
 from jaxpruner.algorithms import criteria
+from jaxpruner.sparsity_types import Block, Unstructured
 
 # Fields of `BaseUpdater` that mean something for masks only.
 _MASKED_ONLY = (
@@ -16,29 +20,77 @@ _MASKED_ONLY = (
 )
 
 
+class Form(NamedTuple):
+  """How a leaf is kept.
+
+  Attributes:
+    name: its path.
+    target: its sparsity.
+    block: the type of its blocks; None: single weights.
+    axis: the axis that numbers the layers of a stack; None if it is none.
+  """
+
+  name: str
+  target: Any
+  block: Block | None
+  axis: int | None
+
+
 def rewires(updater: Any) -> bool:
   """Return whether an updater ever changes its masks."""
   return isinstance(updater, algorithms.Rewiring)
 
 
+def grows_by_gradient(updater: Any) -> bool:
+  """Return whether mask updates need gradients of removed weights."""
+  return rewires(updater) and isinstance(updater.grow, criteria.Gradient)
+
+
 def check_kind(name: str, kind: Any) -> None:
   """Raise if a sparsity type has no kept form."""
-  if type(kind) is not sparsity_types.Unstructured:
+  if type(kind) not in (Unstructured, Block):
     raise ValueError(
-      f"params leaf {name!r}: {kind!r} has no kept form; use Unstructured, or "
-      "masked storage"
+      f"params leaf {name!r}: {kind!r} has no kept form; use Unstructured or "
+      "Block, or masked storage"
     )
 
 
-def refuse_stacks(view: Any) -> None:
-  """Raise if a leaf is a stack of layers."""
-  for names, cut in zip(view.names, view.cuts, strict=True):
-    if cut is not None:
+def forms(view: Any) -> dict[int, Form]:
+  """Return place -> how this leaf is kept.
+
+  Args:
+    view: the prunable leaves; a stack has one entry per layer.
+
+  Returns:
+    One form per prunable leaf of the tree, stacks whole: where layers differ by
+    one weight, the target of the larger ones.
+  """
+  leaves = jax.tree.leaves(view.params)
+  found: dict[int, Form] = {}
+  for place, names, kind, target, cut in zip(
+    view.places, view.names, view.kinds, view.targets, view.cuts, strict=True
+  ):
+    check_kind(_leaves.join(names), kind)
+    own = _leaves.join((*names[:-1], str(names[-1])))
+    block = kind if type(kind) is Block else None
+    form = Form(own, target, block, None if cut is None else cut.axis)
+    before = found.setdefault(place, form)
+    shape = np.delete(leaves[place].shape, [] if cut is None else cut.axis)
+    units = kind.units(tuple(shape))
+    first, count = (
+      int(mask_calculator.num_ones(units, s)) for s in (before.target, target)
+    )
+    # Totals are exact: layers of one sparsity may differ by one weight.
+    if abs(first - count) > 1:
       raise ValueError(
-        f"params leaf {_leaves.join(names)!r} is a layer of a stack, which has "
-        'no kept form; set stacked_axis="none" to keep one mask for the whole '
-        "leaf, or use masked storage"
+        f"params leaf {_leaves.join(names)!r}: its sparsity is {target}, that "
+        f"of the first layer of its stack is {before.target}; a kept stack "
+        "keeps as many weights in each layer: give them one sparsity, or use "
+        "masked storage"
       )
+    if count > first:
+      found[place] = form
+  return found
 
 
 def check_updater(updater: Any) -> None:

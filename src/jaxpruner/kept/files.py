@@ -9,8 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpruner.kept import layouts, tensors
-from jaxpruner.kept.layouts import Layout
+from jaxpruner.kept.blocks import BlockLayout, grid_of
+from jaxpruner.kept.places import fold
 from jaxpruner.sparse import files
+from jaxpruner.sparsity_types import Block
 
 _KEY = "jaxpruner.kept"
 
@@ -43,11 +45,12 @@ def save(
       return leaf
     layout = leaf.layout
     name = jax.tree_util.keystr(where, simple=True, separator="/")
-    forms[name] = [list(layout.shape), layout.split, layout.name]
+    block = layout.kind.spec() if isinstance(layout, BlockLayout) else None
+    forms[name] = [
+      list(layout.shape), layout.split, layout.name, block, layout.axis
+    ]  # fmt: skip
     # By slot, so that a loaded model and a moment saved beside it agree.
-    order = np.asarray(layout.by_row.slots)
-    positions = np.empty(layout.count, np.int32)
-    positions[order] = np.asarray(layout.positions())
+    positions = np.asarray(layout.over(lambda one: one.at_slots()))
     return {"positions": positions, "values": leaf.values}
 
   tree = jax.tree_util.tree_map_with_path(
@@ -101,18 +104,42 @@ def _child(tree: Any, key: str) -> Any:
 
 
 def _tensor(path: Any, name: str, entry: Any, form: Any) -> tensors.KeptTensor:
-  shape, split, own = form
+  # Files of single weights may end before the block and the axis.
+  shape, split, own, block, axis = [*form, None, None][:5]
   shape, positions, values = tuple(shape), entry["positions"], entry["values"]
-  split = tensors.check_form(shape, values.dtype, split, name)
-  inside = (positions >= 0) & (positions < int(np.prod(shape)))
-  distinct = len(np.unique(positions)) == len(positions)
-  if values.shape != positions.shape or not (inside.all() and distinct):
+  kind = None if block is None else Block.from_spec(block)
+  if (kind is None) != (block is None) or not isinstance(kind, Block | None):
+    raise ValueError(f"block={block!r} is unknown")
+  split = tensors.check_form(shape, values.dtype, split, name, kind, axis)
+  inner = tuple(d for i, d in enumerate(shape) if i != axis)
+  grid = size = fold(inner, split)
+  if kind is not None:
+    grid = grid_of(size, kind.block_shape)
+  units = int(np.prod(grid))
+  lead = () if axis is None else (shape[axis],)
+  rows = positions.reshape(*(lead or (1,)), -1)
+  inside = (positions >= 0) & (positions < units)
+  distinct = all(len(np.unique(row)) == len(row) for row in rows)
+  wanted = positions.shape + (() if kind is None else kind.block_shape)
+  fits = positions.ndim == len(lead) + 1 and positions.shape[:-1] == lead
+  if not (fits and values.shape == wanted and inside.all() and distinct):
     raise files.FileFormatError(
       f"{path}: tensor {name!r}: positions must be distinct, inside shape "
-      f"{shape}, one per value"
+      f"{shape}, one per value (or block)"
     )
-  slots = jnp.arange(len(values), dtype=jnp.int32)
-  layout: Layout = layouts.arrange(
-    jnp.asarray(positions), slots, shape, split, own
-  )
+  places = [_layout(row, inner, split, own, kind) for row in rows]
+  layout = places[0]
+  if axis is not None:
+    stacked: Any = jax.tree.map(lambda *a: jnp.stack(a), *places)
+    layout = tensors.restack(stacked, shape, axis)
   return tensors.KeptTensor(jnp.asarray(values), layout)
+
+
+def _layout(positions, shape, split, name, kind) -> Any:
+  """Return the layout of one layer from the positions of its slots."""
+  at = jnp.asarray(positions)
+  if kind is None:
+    slots = jnp.arange(len(positions), dtype=jnp.int32)
+    return layouts.arrange(at, slots, shape, split, name)
+  columns = grid_of(fold(shape, split), kind.block_shape)[1]
+  return BlockLayout(at // columns, at % columns, shape, split, name, kind)

@@ -22,7 +22,10 @@ class Fold(NamedTuple):
 
 
 def find(
-  apply_fn: Callable[..., Any] | None, params: Any, inputs: Sequence[Any]
+  apply_fn: Callable[..., Any] | None,
+  params: Any,
+  inputs: Sequence[Any],
+  axes: Sequence[int | None],
 ) -> list[Fold]:
   """Return the fold of each leaf; by default the last axis is the output.
 
@@ -30,12 +33,17 @@ def find(
     apply_fn: `apply_fn(params, *inputs)`, or None if it is not known.
     params: the parameters, or their shapes.
     inputs: examples, or their shapes.
+    axes: per leaf, the axis that numbers the layers of a stack; None if it is
+      none. A fold is that of one layer.
 
   Returns:
     One fold per leaf.
   """
   leaves = jax.tree.leaves(params)
-  shapes = [tuple(np.shape(leaf)) for leaf in leaves]
+  shapes = [
+    tuple(d for i, d in enumerate(np.shape(leaf)) if i != axis)
+    for leaf, axis in zip(leaves, axes, strict=True)
+  ]
   uses: list[list[Any]] = [[] for _ in leaves]
   if apply_fn is not None:
 
@@ -44,7 +52,10 @@ def find(
       uses = _rewrite.find_uses(apply_fn, params, inputs)
 
     jax.eval_shape(look, tuple(inputs))
-  return [_fold(s, u) for s, u in zip(shapes, uses, strict=True)]
+  return [
+    _fold(shape, [use for use in own if use.stacked == (axis is not None)])
+    for shape, own, axis in zip(shapes, uses, axes, strict=True)
+  ]
 
 
 def _fold(shape: tuple[int, ...], uses: list[Any]) -> Fold:

@@ -8,12 +8,12 @@ that moves keeps its slot, so optimizer moments never move.
 
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
 from jaxpruner.kept import bitmaps
+from jaxpruner.kept.places import Places, fold
 from jaxpruner.sparse import formats
 
 LIMIT = 2**31 - 64
@@ -34,15 +34,19 @@ class Lists(NamedTuple):
 
 
 @formats.register
-class Layout:
+class Layout(Places):
   """The positions of the kept weights of one leaf.
+
+  Arrays of a stack of layers have one more axis, the first: every layer keeps
+  as many weights.
 
   Attributes:
     by_row: the entries of each row of the folded matrix.
     by_column: the entries of each column.
     shape: the shape of the dense weight.
-    split: how many leading axes form the rows.
+    split: how many leading axes (of a layer) form the rows.
     name: the path of the leaf, for errors and for growth scores.
+    axis: the axis that numbers the layers of a stack; None if it is none.
 
   Example:
     >>> from jaxpruner import kept
@@ -56,26 +60,16 @@ class Layout:
   shape: tuple[int, ...] = formats.static()
   split: int = formats.static()
   name: str = formats.static()
-
-  @property
-  def matrix(self) -> tuple[int, int]:
-    """Rows and columns of the folded matrix."""
-    return fold(self.shape, self.split)
-
-  @property
-  def size(self) -> int:
-    """The number of weights of the dense array."""
-    return int(np.prod(self.shape))
+  axis: int | None = formats.static(default=None)
 
   @property
   def count(self) -> int:
-    """The number of kept weights."""
+    """The number of kept weights (of a layer)."""
     return self.by_row.slots.shape[-1]
 
   @property
-  def nbytes(self) -> int:
-    """Bytes of the indices."""
-    return sum(a.nbytes for a in jax.tree.leaves(self))
+  def values_shape(self) -> tuple[int, ...]:
+    return self.by_row.slots.shape
 
   def positions(self) -> Array:
     """Return the flat position of each entry, ascending, int32."""
@@ -88,14 +82,14 @@ class Layout:
     )
     return row * width + columns.astype(jnp.int32)
 
-  def mask(self) -> Array:
-    """Return the uint8 mask of the dense weight, 1 = kept."""
-    ones = jnp.zeros(self.size, jnp.uint8).at[self.positions()].set(1)
-    return ones.reshape(self.shape)
+  def at_slots(self) -> Array:
+    """Return the flat position of each slot, int32."""
+    found = self.positions()
+    return jnp.zeros_like(found).at[self.by_row.slots].set(found)
 
   def scatter(self, values: Array) -> Array:
     """Return the folded dense matrix."""
-    flat = jnp.zeros(self.size, values.dtype)
+    flat = jnp.zeros(int(np.prod(self.shape)), values.dtype)
     flat = flat.at[self.positions()].set(values[self.by_row.slots])
     return flat.reshape(self.matrix)
 
@@ -103,11 +97,6 @@ class Layout:
     """Return the entries of a folded dense matrix, by slot."""
     found = dense.reshape(-1)[self.positions()]
     return jnp.zeros_like(found).at[self.by_row.slots].set(found)
-
-
-def fold(shape: tuple[int, ...], split: int) -> tuple[int, int]:
-  """Return the rows and columns of a folded weight."""
-  return int(np.prod(shape[:split])), int(np.prod(shape[split:]))
 
 
 def arrange(

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from jaxpruner import _leaves
-from jaxpruner.kept.updaters import KeptState, find_kept_state
+from jaxpruner.kept.states import KeptState, find_kept_state, layouts_of
 from jaxpruner.program.owners import Owners
 
 
@@ -86,15 +86,17 @@ class TrainingBytes:
           f"{l.total / max(l.dense, 1):.3f}x",
         )
       )
-    widths = [max(len(r[i]) for r in rows) for i in range(len(head))]
-    lines = [
-      "  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)).rstrip()
-      for r in rows
-    ]
-    lines.append(
-      f"total: {self.total} bytes, dense {self.dense}, {self.ratio:.3f}x"
-    )
-    return "\n".join(lines)
+    total = f"total: {self.total} bytes, dense {self.dense}, {self.ratio:.3f}x"
+    return aligned(rows) + "\n" + total
+
+
+def aligned(rows: list[tuple[str, ...]]) -> str:
+  """Return rows of cells as lines, each column as wide as its widest cell."""
+  widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+  return "\n".join(
+    "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip()
+    for row in rows
+  )
 
 
 def training_bytes(params: Any, opt_state: KeptState) -> TrainingBytes:
@@ -118,9 +120,9 @@ def training_bytes(params: Any, opt_state: KeptState) -> TrainingBytes:
     True
   """
 
-  rows, treedef = _leaves.flatten_with_names(params)
+  rows, _ = _leaves.flatten_with_names(params)
   opt_state = find_kept_state(opt_state)
-  places = treedef.flatten_up_to(opt_state.layouts)
+  places = layouts_of(params, opt_state)
   owners = Owners(params)
   moments = [0] * len(rows)
   inner = jax.tree_util.tree_leaves_with_path(opt_state.inner_state)

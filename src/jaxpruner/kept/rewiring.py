@@ -12,9 +12,17 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxpruner import engine
-from jaxpruner.kept import bitmaps, choosing, layouts, products
+from jaxpruner.kept import (
+  bitmaps,
+  block_rewiring,
+  choosing,
+  layouts,
+  products,
+)
+from jaxpruner.kept.blocks import BlockLayout
 from jaxpruner.kept.growth import Growth
 from jaxpruner.kept.layouts import Layout, Lists
+from jaxpruner.kept.places import fold
 
 
 @functools.cache
@@ -30,11 +38,11 @@ def load() -> Any:
 
 def rewire(
   values: Array,
-  layout: Layout,
+  layout: Layout | BlockLayout,
   growth: Growth,
   left: Array,
   most: int,
-) -> tuple[Layout, Array, Array]:
+) -> tuple[Layout | BlockLayout, Array, Array]:
   """Return the layout after a mask update, and which slots moved.
 
   A weight that stays keeps its slot, and so its value and its moments. The
@@ -52,6 +60,8 @@ def rewire(
     `(layout, moved, finite)`: the new layout, a boolean per slot, and whether
     all scores are finite.
   """
+  if isinstance(layout, BlockLayout):
+    return block_rewiring.rewire(values, layout, growth, left)
   slow = functools.partial(_with_bitmaps, most=most)
   operands = values, layout, growth, left
   if load() is None or not growth.has_kernel:
@@ -78,7 +88,7 @@ def first_layout(
   Returns:
     The layout; its slots are in row-major order.
   """
-  rows, columns = layouts.fold(shape, split)
+  rows, columns = fold(shape, split)
 
   def slow(growth):
     words = choosing.highest(growth.rows, rows, columns, count, count)[0]

@@ -1,7 +1,6 @@
 """A weight stored at the size of what is kept, in place of the dense array."""
 
-import functools
-from collections.abc import Callable
+import dataclasses
 from typing import Any
 
 import jax
@@ -9,10 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jaxpruner import _tools, mask_calculator
-from jaxpruner.kept import growth, layouts, products, rewiring
+from jaxpruner import _leaves
+from jaxpruner.kept import layouts, products
+from jaxpruner.kept.blocks import BlockLayout
 from jaxpruner.kept.layouts import Layout
 from jaxpruner.sparse import formats
+from jaxpruner.sparsity_types import Block
 
 
 @formats.register
@@ -21,7 +22,8 @@ class KeptTensor(formats.Sparse):
 
   `values` is the trainable part; take derivatives with respect to it with
   `split` and `join`. A product contracts the first `split` axes of the dense
-  weight, or all the others.
+  weight, or all the others. Values of blocks have the shape (blocks, height,
+  width); those of a stack of layers have the layers before.
 
   Attributes:
     values: the kept weights, by slot.
@@ -36,7 +38,7 @@ class KeptTensor(formats.Sparse):
   """
 
   values: Array
-  layout: Layout
+  layout: Layout | BlockLayout
 
   @property
   def shape(self) -> tuple[int, ...]:  # pyright: ignore
@@ -47,14 +49,18 @@ class KeptTensor(formats.Sparse):
     return np.dtype(self.values.dtype)
 
   def todense(self) -> Array:
-    return self.layout.scatter(self.values).reshape(self.shape)
+    return self.layout.todense(self.values)
 
   def with_values(self, values: Array) -> "KeptTensor":
     return KeptTensor(values, self.layout)
 
   def __rmatmul__(self, x: Any) -> Array:
     x = jnp.asarray(x)
-    if self.ndim != 2 or x.shape[-1] != self.shape[0]:
+    if (
+      self.ndim != 2
+      or self.layout.axis is not None
+      or x.shape[-1] != self.shape[0]
+    ):
       raise ValueError(
         f"x has shape {x.shape}, w {self.shape}: x @ w needs a matrix whose "
         "rows match x's last axis; kept.lift handles other products"
@@ -67,47 +73,25 @@ def is_kept(leaf: Any) -> bool:
   return isinstance(leaf, KeptTensor)
 
 
-def from_dense(
-  weight: Any, mask: Any = None, *, split: int | None = None, name: str = ""
-) -> KeptTensor:
-  """Store the kept entries of a dense weight.
+def restack(layout: Any, shape: tuple[int, ...], axis: int) -> Any:
+  """Return the layout of a stack from that of a layer with more arrays."""
+  return dataclasses.replace(layout, shape=tuple(shape), axis=axis)
 
-  Args:
-    weight: a dense array with at least 2 axes.
-    mask: 1 = kept; by default nonzero entries are kept.
-    split: how many leading axes form the rows of the folded matrix; a product
-      contracts these axes or all the others. By default all but the last.
-    name: the path of the weight, for errors.
 
-  Returns:
-    A `KeptTensor`; its slots are in row-major order.
-
-  Example:
-    >>> import jax.numpy as jnp
-    >>> from jaxpruner import kept
-    >>> w = kept.from_dense(jnp.eye(4))
-    >>> w.values.size, w.todense().tolist() == jnp.eye(4).tolist()
-    (4, True)
-  """
-  weight = np.asarray(weight)
-  chosen = weight != 0 if mask is None else np.asarray(mask) != 0
-  if chosen.shape != weight.shape:
-    raise ValueError(
-      f"mask has shape {chosen.shape}, weight has {weight.shape}; they must "
-      "agree (unpack packed masks first)"
-    )
-  split = check_form(weight.shape, weight.dtype, split, name)
-  positions = np.flatnonzero(chosen).astype(np.int32)
-  if not len(positions):
-    raise ValueError(
-      f"params leaf {name!r}: the mask keeps no weight; keep at least one"
-    )
-  layout = layouts.from_sorted(positions, weight.shape, split, name)
-  return KeptTensor(jnp.asarray(weight.reshape(-1)[positions]), layout)
+def as_block(block: Block | tuple[int, int] | None) -> Block | None:
+  """Return the sparsity type of the blocks; None: single weights."""
+  if block is None or isinstance(block, Block):
+    return block
+  return Block(block)
 
 
 def check_form(
-  shape: Any, dtype: Any, split: int | None, name: str = ""
+  shape: Any,
+  dtype: Any,
+  split: int | None,
+  name: str = "",
+  block: Block | None = None,
+  axis: int | None = None,
 ) -> int:
   """Return a checked `split`; raise if the weight has no kept form."""
   about = f"params leaf {name!r}: " if name else ""
@@ -116,121 +100,40 @@ def check_form(
       f"{about}dtype {dtype} has no kept form: only floating weights are "
       "trained; leave it dense with filter_fn"
     )
-  if len(shape) < 2:
+  if axis is not None and not 0 <= axis < len(shape):
+    raise ValueError(
+      f"{about}axis={axis} must number the layers of shape {tuple(shape)}: an "
+      f"axis from 0 to {len(shape) - 1}"
+    )
+  inner = tuple(d for i, d in enumerate(shape) if i != axis)
+  if len(inner) < 2:
     raise ValueError(
       f"{about}shape {tuple(shape)} has no kept form: a kept weight has at "
       "least 2 axes; leave it dense with filter_fn"
     )
-  if int(np.prod(shape)) > layouts.LIMIT:
+  if int(np.prod(inner)) > layouts.LIMIT:
     raise ValueError(
       f"{about}shape {tuple(shape)} has 2**31 weights or more; split the layer "
       "in two"
     )
-  split = len(shape) - 1 if split is None else split
-  if not 0 < split < len(shape):
+  split = len(inner) - 1 if split is None else split
+  if not 0 < split < len(inner):
     raise ValueError(
-      f"{about}split={split} must lie between 1 and {len(shape) - 1}: rows and "
+      f"{about}split={split} must lie between 1 and {len(inner) - 1}: rows and "
       "columns need an axis each"
     )
-  return split
-
-
-Initializer = Callable[[Array, int, tuple[int, ...], Any], Array]
-
-
-def create(
-  key: Any,
-  shape: tuple[int, ...],
-  sparsity: float,
-  *,
-  initializer: str | Initializer = "lecun_normal",
-  dtype: Any = jnp.float32,
-  split: int | None = None,
-  fan_in: int | None = None,
-  name: str = "",
-  positions_key: Any = None,
-) -> KeptTensor:
-  """Create a random sparse weight without ever making the dense array.
-
-  The positions are those of `static_sparse`'s initial mask for the same key and
-  the same path. Temporary arrays, bitmaps and counts of their bits, take about
-  1.6 bytes per weight of the dense shape together.
-
-  Args:
-    key: a PRNG key.
-    shape: the shape of the dense weight.
-    sparsity: fraction removed; exactly round(size · (1 − sparsity)) are kept.
-    initializer: "lecun_normal", "he_normal", "glorot_normal" (variance from
-      the *dense* fan, as in a masked network), "zeros", or a function `(key,
-      count, shape, dtype) -> values`.
-    dtype: dtype of the values.
-    split: as in `from_dense`.
-    fan_in: inputs of each output, for the variance; by default the rows.
-    name: the path of the weight, which the positions depend on.
-    positions_key: another key for the positions, such as that of an updater.
-
-  Returns:
-    A `KeptTensor`.
-
-  Example:
-    >>> import jax
-    >>> from jaxpruner import kept
-    >>> w = kept.create(jax.random.key(0), (1024, 1024), 0.99)
-    >>> w.values.shape, w.shape
-    ((10486,), (1024, 1024))
-  """
-  split = check_form(shape, dtype, split, name)
-  count = int(mask_calculator.num_ones(int(np.prod(shape)), sparsity))
-  data = jax.random.key_data(key) if is_key(key) else key
-  places = data if positions_key is None else positions_key
-  layout = _random_layout(places, name, tuple(shape), split, count)
-  drawn = jax.random.fold_in(jax.random.wrap_key_data(data), 1)
-  drawn = jax.random.fold_in(drawn, _tools.path_hash(name))
-  rows, columns = layouts.fold(shape, split)
-  fans = (fan_in or rows, rows * columns // (fan_in or rows))
-  values = _initial(initializer, drawn, count, shape, fans, dtype)
-  return KeptTensor(values, layout)
-
-
-def is_key(key: Any) -> bool:
-  return jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
-def _random_layout(data, name, shape, split, count) -> Layout:
-  columns = layouts.fold(shape, split)[1]
-  names = tuple(name.split("/"))
-  scores = growth.random(data, 0, names, columns)
-  return rewiring.first_layout(scores, shape, split, name, count)
-
-
-def _initial(initializer, key, count, shape, fans, dtype) -> Array:
-  if callable(initializer):
-    values: Any = initializer(key, count, tuple(shape), dtype)
-    if np.shape(values) != (count,):
+  if block is not None and len(inner) > 2:
+    cure = "leave it dense with filter_fn, or keep single weights"
+    height = block.block_shape[0]
+    if split == len(inner) - 1:
+      cure = f"choose a block height that divides {inner[-2]}, or {cure}"
+    if split != len(inner) - 1 or inner[-2] % height:
       raise ValueError(
-        f"initializer returned shape {np.shape(values)} for {count} kept "
-        "weights; it is called as initializer(key, count, shape, dtype)"
+        f"{about}blocks of {block.block_shape} lie in the last two axes of "
+        f"shape {inner}, which are no blocks of the matrix that its products "
+        f"use (rows: the first {split} axes); {cure}"
       )
-    return jnp.asarray(values, dtype)
-  if initializer == "zeros":
-    return jnp.zeros(count, dtype)
-  fan_in, fan_out = fans
-  variances = {
-    "lecun_normal": 1 / fan_in,
-    "he_normal": 2 / fan_in,
-    "glorot_normal": 2 / (fan_in + fan_out),
-  }
-  if initializer not in variances:
-    raise ValueError(
-      f"initializer={initializer!r} is unknown; use one of "
-      f"{', '.join(['zeros', *variances])}, or a function (key, count, shape, "
-      "dtype) -> values"
-    )
-  deviation = np.sqrt(variances[initializer])
-  # As jax.nn.initializers: a normal cut at two deviations, rescaled to 1.
-  values = jax.random.truncated_normal(key, -2, 2, (count,), jnp.float32)
-  return (values * (deviation / 0.87962566103423978)).astype(dtype)
+  return split
 
 
 def split(params: Any) -> tuple[Any, Any]:
@@ -265,7 +168,7 @@ def join(values: Any, layouts: Any) -> Any:
 
   Args:
     values: a tree of arrays.
-    layouts: a tree of layouts, None for dense leaves.
+    layouts: a tree of layouts, None (or `optax.MaskedNode()`) for dense leaves.
 
   Returns:
     A tree with `KeptTensor` leaves.
@@ -280,8 +183,7 @@ def join(values: Any, layouts: Any) -> Any:
     [1.0, 1.0]
   """
   leaves, treedef = jax.tree.flatten(values)
-  places = treedef.flatten_up_to(layouts) if layouts is not None else []
-  places = places or [None] * len(leaves)
+  places = _leaves.align(values, layouts, "layouts")
   out = [
     leaf if place is None else KeptTensor(leaf, place)
     for leaf, place in zip(leaves, places, strict=True)

@@ -33,18 +33,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     action="store_true",
     help="pack sparse weights where that is measured to be faster (float32)",
   )
+  parser.add_argument(
+    "--values",
+    choices=generation.VALUES,
+    help="round all matrices, zeros packed; int8 is the fastest",
+  )
 
 
 def run(args: argparse.Namespace) -> int:
   """Write the text as it comes, then the speed."""
   try:
-    if args.accelerate and args.dtype != "float32":
-      raise ValueError("--accelerate packs float32; leave out --dtype")
+    if (args.accelerate or args.values) and args.dtype != "float32":
+      raise ValueError(
+        "--accelerate and --values pack float32; leave out --dtype"
+      )
     tokenizer = hub_tokenizer.HubTokenizer(args.folder)
     model = models.load_folder(args.folder, jnp.dtype(args.dtype))
     prompt = tokenizer.encode(args.prompt)
     length = len(prompt) + max(1, args.tokens)
-    writer = generation.Writer(model, length, accelerate=args.accelerate)
+    writer = generation.Writer(
+      model, length, accelerate=args.accelerate, values=args.values
+    )
     drawn = writer.write(
       prompt,
       args.tokens,

@@ -1,6 +1,7 @@
 """`jaxpruner oneshot`: prune a pretrained model on a few batches of data."""
 
 import argparse
+import itertools
 import os
 import pathlib
 import shutil
@@ -16,12 +17,13 @@ from jaxpruner._tools import fingerprint
 from jaxpruner.datasets import archives
 from jaxpruner.post_training import (
   calibration_text,
+  contrib,
   evaluation,
   models,
   pruning,
 )
 from jaxpruner.post_training.models import (
-  decoder,
+  decoder_config,
   hub,
   hub_tokenizer,
   resnet50,
@@ -57,13 +59,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     "--judge", type=int, default=16, help="windows or images to judge by"
   )
   parser.add_argument(
-    "--allocation", default="uniform", choices=("uniform", "erk", "owl")
+    "--allocation",
+    default="uniform",
+    choices=("uniform", "erk", "owl", "alpha"),
   )
   parser.add_argument(
     "--refine", type=int, default=0, help="steps that re-fit kept weights"
   )
   parser.add_argument(
     "--refit", action="store_true", help="re-fit biases and norm statistics"
+  )
+  parser.add_argument(
+    "--blocks",
+    type=int,
+    default=0,
+    metavar="EPOCHS",
+    help="prune block by block, and train each for so many passes towards what "
+    "the dense model computes at its end",
+  )
+  parser.add_argument(
+    "--distill",
+    type=float,
+    default=0,
+    metavar="MINUTES",
+    help="then train all of it on the dense model's predictions, masks fixed",
   )
   parser.add_argument(
     "--one-pass", action="store_true", help="calibrate on the dense model"
@@ -79,7 +98,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   )
   parser.add_argument(
     "--layout",
-    choices=("packed", "dense"),
+    choices=("packed", "dense", "int8"),
     help="of a new folder; by default that of the old one",
   )
 
@@ -91,7 +110,7 @@ def _load(args: argparse.Namespace) -> models.Model:
   if os.path.exists(args.out):
     raise ValueError(f"--out {args.out} exists; name a new folder")
   found = models.load_folder(args.model)
-  if not isinstance(found.config, decoder.Decoder):
+  if not isinstance(found.config, decoder_config.Decoder):
     raise ValueError(
       f"--model {args.model}: {found.config.kind} is no decoder; load it with "
       "post_training.models.load_folder, and prune it with post_training.prune"
@@ -110,10 +129,12 @@ def _write_folder(
   with sparse.open_checkpoint(args.model) as file:
 
     def content(name: str) -> _layouts.Content:
-      if masks.get(name) is None:
+      # A tied head may be stored beside the embedding.
+      new = params.get(name, params["model.embed_tokens.weight"])
+      if masks.get(name) is None and not (args.blocks or args.distill):
         return file.content(name)
-      array = np.asarray(params[name]).astype(file.tensors[name].dtype)
-      return _layouts.content((array, masks[name]))
+      array = np.asarray(new).astype(file.tensors[name].dtype)
+      return _layouts.content((array, masks.get(name)))
 
     file.rewrite(
       args.out, content, layout=args.layout, metadata=about,
@@ -209,6 +230,57 @@ class _Progress:
     print(f"[{done:4d}/{total}] {name}{left}", file=sys.stderr, flush=True)
 
 
+def _prune(
+  args: argparse.Namespace, model: models.Model, batches: Any, folder: Any
+) -> tuple[Any, Any, Any]:
+  """Prune layer by layer, or block by block."""
+  options: dict[str, Any] = {
+    "method": args.method,
+    "sparsity": args.sparsity,
+    "sparsity_type": args.type,
+    "filter_fn": model.filter_fn,
+    "allocation": args.allocation,
+    "refine": args.refine,
+    "progress": _Progress(),
+  }
+  given = model.apply_fn, model.params, batches
+  if not args.blocks:
+    return pruning.prune(
+      *given, **options, refit=args.refit, sequential=not args.one_pass,
+      folder=folder,
+    )  # fmt: skip
+  if args.refit or args.one_pass:
+    raise ValueError(
+      "--blocks trains biases, in order: drop --refit, --one-pass"
+    )
+  return contrib.prune_blocks(*given, **options, epochs=args.blocks)
+
+
+def _distill(
+  args: argparse.Namespace, model: models.Model, params, masks, batches
+) -> Any:
+  """Train for so many minutes on the calibration batches, in turns."""
+  if model.kind != "text":
+    raise ValueError(
+      f"--distill needs a model of text, {args.model} is one of {model.kind}s"
+    )
+  rng = np.random.default_rng(0)
+  turns = (batches[i] for _ in itertools.count() for i in rng.permutation(
+    len(batches)
+  ))  # fmt: skip
+  last = [0.0]
+
+  def progress(step: int, loss: float) -> None:
+    if time.monotonic() - last[0] > 10:
+      last[0] = time.monotonic()
+      print(f"step {step}, loss {loss:.4f}", file=sys.stderr, flush=True)
+
+  return contrib.distill(
+    model.apply_fn, params, masks, model.params, turns,
+    seconds=60 * args.distill, progress=progress,
+  )  # fmt: skip
+
+
 def run(args: argparse.Namespace) -> int:
   """Prune, save, and print the table; return 1 if that cannot be."""
   folder = pathlib.Path(f"{args.out}.layers")
@@ -219,24 +291,11 @@ def run(args: argparse.Namespace) -> int:
     batches = [
       learn[i : i + step] for i in range(0, len(learn) // step * step, step)
     ]
-    params, masks, report = pruning.prune(
-      model.apply_fn,
-      model.params,
-      batches,
-      method=args.method,
-      sparsity=args.sparsity,
-      sparsity_type=args.type,
-      filter_fn=model.filter_fn,
-      allocation=args.allocation,
-      refine=args.refine,
-      refit=args.refit,
-      sequential=not args.one_pass,
-      folder=folder,
-      progress=_Progress(),
-    )
-    settings = {
-      k: getattr(args, k) for k in ("model", "method", "sparsity", "type")
-    }
+    params, masks, report = _prune(args, model, batches, folder)
+    if args.distill:
+      params = _distill(args, model, params, masks, batches)
+    words = ("model", "method", "sparsity", "type", "blocks", "distill")
+    settings = {k: getattr(args, k) for k in words}
     if os.path.isdir(args.model):
       _write_folder(args, params, masks, {"oneshot": settings})
     else:
@@ -244,7 +303,7 @@ def run(args: argparse.Namespace) -> int:
   except (archives.DataError, ValueError, OSError) as error:
     print(error, file=sys.stderr)
     return 1
-  shutil.rmtree(folder)
+  shutil.rmtree(folder, ignore_errors=True)
   print(_table(args, model, params, masks, report, judge, labels))
   return 0
 

@@ -23,6 +23,7 @@ from jaxpruner.post_training import (
   solve_layer,
 )
 from jaxpruner.post_training.calibration import ApplyFn, FilterFn, Statistics
+from jaxpruner.post_training.contrib import alpha
 from jaxpruner.post_training.prune_report import Layer, PruneReport
 from jaxpruner.post_training.solvers.table import Solver
 from jaxpruner.sparse import _staging, files
@@ -79,7 +80,8 @@ def prune(
     custom_sparsity_map: exact path or glob -> the sparsity of these leaves,
       None to keep them dense.
     allocation: "uniform", "erk", "owl" (layers with more outliers are pruned
-      less), or a name given to `jaxpruner.register_distribution`.
+      less), "alpha" (layers whose spectrum has a heavier tail are pruned less),
+      or a name given to `jaxpruner.register_distribution`.
     sequential: calibrate later layers on the outputs of pruned earlier layers;
       False calibrates all layers on the dense model.
     refine: conjugate-gradient steps that re-fit the kept weights under the
@@ -143,9 +145,10 @@ def targets_of(
   model: calibration.Model, sparsity: float, allocation: str, custom: Any
 ) -> dict[int, float | None]:
   """Return the sparsity of each leaf that will be pruned."""
-  if allocation != "owl" and allocation not in DISTRIBUTIONS:
+  measured = {"owl": _outliers, "alpha": _tails}
+  if allocation not in measured and allocation not in DISTRIBUTIONS:
     raise ValueError(
-      f"allocation={allocation!r} must be 'owl' or one of "
+      f"allocation={allocation!r} must be 'owl', 'alpha' or one of "
       f"{', '.join(DISTRIBUTIONS)}"
     )
   chosen = sorted({part.leaf for part in model.parts})
@@ -156,9 +159,9 @@ def targets_of(
     )
     for i in chosen
   }
-  if allocation == "owl":
+  if allocation in measured:
     tree = sparsity_distributions.owl_by_layer(
-      shapes, sparsity, _outliers(model), custom
+      shapes, sparsity, measured[allocation](model), custom
     )
   else:
     given = {"filter_fn": lambda *_: True}
@@ -189,6 +192,17 @@ def _outliers(model) -> dict[str, list[tuple[int, float]]]:
       scores = w * norm[:, :, None]
       ratio = sparsity_distributions.outlier_ratio(scores, THRESHOLD)
       found.setdefault(model.name(part.leaf), []).append((scores.size, ratio))
+  return found
+
+
+def _tails(model) -> dict[str, list[tuple[int, float]]]:
+  """Return the sizes and negative tail exponents of each weight's parts."""
+  found: dict[str, list[tuple[int, float]]] = {}
+  for part in model.parts:
+    w, _ = part.matrix(model.leaves[part.leaf])
+    rows = found.setdefault(model.name(part.leaf), [])
+    # A spectrum without a tail counts as a light one.
+    rows.extend((m.size, -min(alpha.tail_exponent(m), 100.0)) for m in w)
   return found
 
 

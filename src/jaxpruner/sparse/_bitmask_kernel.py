@@ -14,16 +14,17 @@ from jaxpruner.sparse.format_bitmask import PANEL
 
 jit = _pool.jit
 SUPPORTED = _simd.AVX512
-DTYPES = ("float32",)
+DTYPES = ("float32", "bfloat16")
 # Batch rows that share one reading of the weights: their sums fill registers.
 ROWS = 4
 # Weights × batch rows below which a second thread costs more than it brings.
 GRAIN = 200_000
 
 _one, _few = _simd.expand(1), _simd.expand(ROWS)
+_one16, _few16 = _simd.expand(1, bf16=True), _simd.expand(ROWS, bf16=True)
 
-(X, VALUES, BITS, STARTS, Y, BATCH, DEPTH, COLS, PANELS, STEP, FIELDS) = range(
-  _pool.FIRST_FREE, _pool.FIRST_FREE + 11
+(X, VALUES, BITS, STARTS, Y, BATCH, DEPTH, COLS, PANELS, STEP, ITEM, FIELDS) = (
+  range(_pool.FIRST_FREE, _pool.FIRST_FREE + 12)
 )
 
 
@@ -38,12 +39,17 @@ def _panel(job, panel, out):
   batch, depth, cols = field(job, BATCH), field(job, DEPTH), field(job, COLS)
   bits = field(job, BITS) + 8 * panel * depth
   start = read_i32(field(job, STARTS) + 4 * panel)
-  values = field(job, VALUES) + 4 * start
+  values = field(job, VALUES) + field(job, ITEM) * start
   valid = min(PANEL, cols - panel * PANEL)
   for row in range(0, batch, ROWS):
     x = field(job, X) + 4 * row * depth
     rows = min(ROWS, batch - row)
-    if rows == 1:
+    if field(job, ITEM) == 2:
+      if rows == 1:
+        _one16(x, 4 * depth, 0, bits, values, depth, out)
+      else:
+        _few16(x, 4 * depth, rows - 1, bits, values, depth, out)
+    elif rows == 1:
       _one(x, 4 * depth, 0, bits, values, depth, out)
     else:
       _few(x, 4 * depth, rows - 1, bits, values, depth, out)
@@ -108,6 +114,7 @@ def _multiply(frame):
   set_field(job, COLS, cols)
   set_field(job, PANELS, panels)
   set_field(job, STEP, step)
+  set_field(job, ITEM, _pool.item_size(values))
   _pool.schedule(frame, threads, _task_address(), job)
   _work(job)
   _pool.wait_for(job + 8 * _pool.DONE, tasks)

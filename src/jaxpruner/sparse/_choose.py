@@ -283,6 +283,13 @@ def cache_size() -> int:
   return min(max(sizes), _MOST_CACHE)
 
 
+def concrete(x: Any) -> Any:
+  """Return zeros for an example that is only a shape."""
+  if isinstance(x, jax.ShapeDtypeStruct):
+    return jnp.zeros(x.shape, x.dtype)
+  return x
+
+
 def fastest(times: Mapping[str, float]) -> str:
   """Return the quickest format, or "dense" unless it wins by the margin."""
   best = min(times, key=lambda name: times[name])

@@ -73,6 +73,12 @@ class Constants:
     """Return an array that is a parameter in another shape, else None."""
     if var not in self._values:
       node = self._maker.get(var)
+      if node is not None and node.name == "concatenate":
+        # Not kept: a recurrent cell joins its kernels in every step.
+        parts = [self.value(v) for v in node.inputs]
+        if any(part is None for part in parts):
+          return None
+        return np.concatenate(parts, node.params["dimension"])  # pyright: ignore
       if node is None or node.name not in RELAID | {"slice"}:
         return None
       value = self.value(node.inputs[0])
@@ -156,13 +162,40 @@ class Constants:
     if not node.inputs:
       return
     first = node.inputs[0]
+    if node.name in ("concatenate", "split"):
+      self._joined(node)
     for out in node.outputs:
       if node.name in _MOVES and first in self._uniform:
         self._uniform[out] = self._uniform[first]
       for dim in self._free(out):
         result = self._moved(node, dim)
-        if result is not None:
+        if result is not None and dim not in self._known.get(out, {}):
           self._known.setdefault(out, {})[dim] = result
+
+  def _joined(self, node: Node) -> None:
+    """Follow slices into a joined axis, and out of it."""
+    join = node.name == "concatenate"
+    (whole,) = node.outputs if join else node.inputs
+    parts = node.inputs if join else node.outputs
+    axis = node.params["dimension" if join else "axis"]
+    dims = [resolve(self._dims.of(v)[axis]) for v in (whole, *parts)]
+    if any(len(d) != 1 for d in dims):
+      return
+    (total,), *pieces = dims
+    if total.blocked or sum(d.size for (d,) in pieces) != total.size:
+      return
+    if join:
+      known = [self.at(v, d) for v, (d,) in zip(parts, pieces, strict=True)]
+      where = np.concatenate([k.where for k in known])
+      value = np.concatenate([k.value for k in known])
+      self._known.setdefault(whole, {})[total] = Known(where, value)
+      return
+    known, start = self.at(whole, total), 0
+    for var, (dim,) in zip(parts, pieces, strict=True):
+      mine = slice(start, start := start + dim.size)
+      if not dim.blocked:
+        part = Known(known.where[mine], known.value[mine])
+        self._known.setdefault(var, {})[dim] = part
 
   def _moved(self, node: Node, dim: Dim) -> Known | None:
     """Return the known slices of an operation's results along a dim."""

@@ -12,6 +12,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from jaxpruner.program import Node, Program, Var, describe, primitives
 
 
@@ -34,6 +36,21 @@ class Sum(NamedTuple):
   node: Node
   axis: Axis
   operands: tuple[tuple[Var, int], ...]  # an array and the axis of it
+
+
+class Join(NamedTuple):
+  """An axis of parts of unequal length: what goes from one goes from both."""
+
+  whole: Axis
+  parts: list[Axis]
+
+
+class Segment(NamedTuple):
+  """A part of a dim: its first index, and the dim that the part is."""
+
+  whole: Dim
+  start: int
+  part: Dim
 
 
 def resolve(axis: Sequence[Dim]) -> Axis:
@@ -83,6 +100,7 @@ class Dims:
   def __init__(self, program: Program, parameters: int):
     self.axes: dict[Var, list[Axis]] = {}
     self.sums: list[Sum] = []
+    self._joins: list[Join] = []
     for var in program.inputs[parameters:]:
       for axis in self.of(var):
         block(axis, "it is an axis of the function's input")
@@ -91,6 +109,48 @@ class Dims:
     for var in program.outputs:
       for axis in self.of(var):
         block(axis, "it is an axis of the function's output")
+    self.segments = self._segments()
+
+  def join(self, whole: Axis, parts: list[Axis]) -> None:
+    """Note that an axis consists of others, one after the other."""
+    self._joins.append(Join(whole, parts))
+
+  def _segments(self) -> list[Segment]:
+    """Return the parts of joined dims; what is blocked blocks its parts.
+
+    Axes joined to one and cut at the same places are the same parts. Cut at
+    other places, or split further, they are blocked.
+    """
+    cuts: dict[Dim, list[Axis]] = {}
+    for whole, parts in self._joins:
+      axes = [resolve(axis) for axis in (whole, *parts)]
+      known = cuts.get(axes[0][0]) if len(axes[0]) == 1 else None
+      sizes = [axis[0].size for axis in axes[1:] if len(axis) == 1]
+      if len(sizes) < len(parts) or len(axes[0]) != 1:
+        reason = "it is joined from parts and split in another way"
+        block([d for axis in axes for d in axis], reason)
+      elif known is None:
+        cuts[axes[0][0]] = axes[1:]
+      elif sizes != [resolve(axis)[0].size for axis in known]:
+        reason = "it is joined from parts and cut at other places"
+        block([d for axis in (*axes, *known) for d in axis], reason)
+      else:
+        for one, other in zip(known, axes[1:], strict=True):
+          unite(one, other, "its parts are split in different ways")
+    found: list[Segment] = []
+    for whole, parts in cuts.items():
+      start = 0
+      for axis in parts:
+        (part,) = resolve(axis)
+        found.append(Segment(resolve([whole])[0], start, part))
+        start += part.size
+    changed = True
+    while changed:
+      changed = False
+      for whole, _, part in found:
+        if whole.blocked and not part.blocked:
+          part.blocked, changed = whole.blocked, True
+    return found
 
   def of(self, var: Var) -> list[Axis]:
     """Return the axes of a variable."""
@@ -120,6 +180,27 @@ class Dims:
     """Note a sum over these axes, which are one."""
     var, i = operands[0]
     self.sums.append(Sum(node, self.of(var)[i], operands))
+
+
+def complete(
+  segments: Sequence[Segment], keep: dict[Dim, np.ndarray]
+) -> dict[Dim, np.ndarray]:
+  """Add what is kept of joined dims, as booleans, from what is of their parts.
+
+  Args:
+    segments: the parts of joined dims, inner joins first.
+    keep: which indices of other dims are kept.
+
+  Returns:
+    The same for all dims of which something is known.
+  """
+  result = dict(keep)
+  for whole, start, part in segments:
+    if part in result:
+      if whole not in result:
+        result[whole] = np.ones(whole.size, bool)
+      result[whole][start : start + part.size] &= result[part]
+  return result
 
 
 def _opaque(dims: Dims, node: Node) -> None:
@@ -216,6 +297,10 @@ def _segments(
   The positions of all parts become one dim: an index is removed from all parts.
   """
   sizes = {part.shape[i] for part in parts}
+  total = sum(part.shape[i] for part in parts)
+  if len(sizes) > 1 and 0 not in sizes and total == whole.shape[i]:
+    dims.join(dims.of(whole)[i], [dims.of(part)[i] for part in parts])
+    return
   if len(sizes) > 1 or whole.shape[i] % max(*sizes, 1):
     for var in (whole, *parts):
       dims.block(node, var, i)

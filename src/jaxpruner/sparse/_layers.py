@@ -69,6 +69,8 @@ def replace(leaf: Leaf, clock: Clock) -> tuple[Any, list[LayerReport]]:
     return leaf.stays("not used by the function")
   if not jax.numpy.issubdtype(value.dtype, jax.numpy.floating):
     return leaf.stays("not a floating array")
+  if value.ndim < 2:
+    return leaf.stays("a vector: nothing to gain")
   if all(use.piece is None for use in leaf.uses):
     return _whole(leaf, clock)
   pieces = _pieces(leaf)

@@ -1,8 +1,9 @@
 """The layouts of sparse tensors in a file; reads and writes single tensors.
 
 `packed`: one bit per weight and the kept values, described and hashed in the
-metadata. `sparse-bitmask`: the layout of compressed-tensors, row by row.
-`dense`: plain tensors, zeros spelled out.
+metadata. `int8`: the same, with matrices rounded to one byte per kept weight.
+`sparse-bitmask`: the layout of compressed-tensors, row by row. `dense`: plain
+tensors, zeros spelled out.
 """
 
 import hashlib
@@ -14,9 +15,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxpruner.sparse import _int8
 from jaxpruner.sparse import _safetensors as st
 
-LAYOUTS = ("packed", "dense", "sparse-bitmask")
+LAYOUTS = ("packed", "dense", "sparse-bitmask")  # exact ones
+ALL_LAYOUTS = (*LAYOUTS, "int8")
+_HASHED = ("packed", "int8")  # layouts with a manifest
 VERSION = 1
 _KEY = "jaxpruner"
 _DIGEST = "jaxpruner_sha256"
@@ -33,7 +37,7 @@ class Tensor(NamedTuple):
   path: tuple[str | int, ...]
   dtype: np.dtype
   shape: tuple[int, ...]
-  encoding: str = "dense"  # or "packed", "sparse-bitmask"
+  encoding: str = "dense"  # or "packed", "int8", "sparse-bitmask"
   masked: bool = False  # a mask was saved, not only zeros
   stored_bytes: int = 0
   sha256: str = ""
@@ -268,7 +272,8 @@ class SparseFile:
       raise st.FileFormatError(
         f"{where}: the manifest and the stored tensors differ"
       )
-    return "packed", tensors, user
+    rounded = any(t.encoding == "int8" for t in tensors.values())
+    return "int8" if rounded else "packed", tensors, user
 
   def _packed_tensor(self, name: str, spec: Mapping[str, Any]) -> Tensor:
     st.check_name(name, str(self.path))
@@ -279,7 +284,7 @@ class SparseFile:
       sha256=spec["sha256"],
     )  # fmt: skip
     if (
-      tensor.encoding not in ("dense", "packed")
+      tensor.encoding not in ("dense", *_HASHED)
       or not st.is_shape(tensor.shape, tensor.dtype.itemsize)
       or not all(type(k) in (str, int) for k in tensor.path)
       or type(tensor.masked) is not bool
@@ -288,14 +293,7 @@ class SparseFile:
       raise ValueError(f"{name}: {spec}")
     entries = [self.reader.entries[p] for p in _packed_parts(tensor)]
     found = [(e.dtype, e.shape) for e in entries]
-    if tensor.encoding == "dense":
-      expected = [(tensor.dtype, tensor.shape)]
-    else:
-      words = -(-tensor.size // 64) * 8
-      expected = [(np.uint8, (words,)), (tensor.dtype, entries[1].shape)]
-    if found != expected or len(entries[-1].shape) != (
-      1 if tensor.encoding == "packed" else len(tensor.shape)
-    ):
+    if found != _expected(tensor, entries):
       raise ValueError(f"{name}: stored as {found}, described as {spec}")
     return tensor._replace(stored_bytes=self._stored(*_packed_parts(tensor)))
 
@@ -313,6 +311,8 @@ class SparseFile:
       raise st.FileFormatError("its bytes do not match their SHA-256")
     if tensor.encoding == "dense":
       return parts[0], None
+    if tensor.encoding == "int8":
+      return self._decode_int8(tensor, *parts)
     if tensor.encoding == "packed":
       bits, values = parts
       mask = _unpack_bits(bits, tensor.size)
@@ -327,6 +327,14 @@ class SparseFile:
     array = _spread(mask.reshape(-1), values).reshape(tensor.shape)
     return array, mask.reshape(tensor.shape) if tensor.masked else None
 
+  def _decode_int8(self, tensor: Tensor, bits, codes, scales) -> Leaf:
+    mask = np.ones(tensor.size, np.uint8)
+    if bits.size:
+      mask = _unpack_bits(bits, tensor.size)
+    array = _int8.decode(_spread(mask, codes).reshape(tensor.shape), scales)
+    kept = mask.reshape(tensor.shape) if tensor.masked else None
+    return array.astype(tensor.dtype), kept
+
   def chunks(self, name: str) -> Iterator[np.ndarray]:
     """Yield a tensor flat in pieces; only a packed one is read whole."""
     for values, kept in self.content(name).pieces():
@@ -340,6 +348,13 @@ class SparseFile:
     if tensor.encoding != "dense" or tensor.sha256 or tensor.dtype == np.bool_:
       return content(self.read(name))
     return Content(False, lambda: ((c, None) for c in self.reader.chunks(name)))
+
+  def stored_values(self, tensor: Tensor) -> int:
+    """Return how many weights of a tensor the file holds."""
+    if tensor.encoding == "dense":
+      return tensor.size
+    parts = _parts(tensor)
+    return math.prod(self.reader.entries[parts[1]].shape)
 
   @property
   def kind(self) -> str:
@@ -368,7 +383,24 @@ class SparseFile:
 def _packed_parts(tensor: Tensor) -> tuple[str, ...]:
   if tensor.encoding == "dense":
     return (tensor.name,)
+  if tensor.encoding == "int8":
+    return tuple(tensor.name + p for p in (".bits", ".codes", ".scales"))
   return (tensor.name + ".bits", tensor.name + ".values")
+
+
+def _expected(tensor: Tensor, entries: Sequence[st.Entry]) -> list[Any]:
+  """Return the dtypes and shapes of a tensor's parts in our own layouts."""
+  if tensor.encoding == "dense":
+    return [(tensor.dtype, tensor.shape)]
+  words = (-(-tensor.size // 64) * 8,)
+  count = entries[1].shape if len(entries[1].shape) == 1 else (-1,)
+  if tensor.encoding == "packed":
+    return [(np.uint8, words), (tensor.dtype, count)]
+  # Without bits every weight is kept.
+  words = words if entries[0].shape != (0,) else (0,)
+  count = count if words != (0,) else (tensor.size,)
+  scales = _int8.scale_shape(tensor.shape)
+  return [(np.uint8, words), (np.int8, count), (_int8.SCALE, scales)]
 
 
 def _parts(tensor: Tensor) -> tuple[str, ...]:
@@ -419,6 +451,8 @@ def _encode(
   dense: Part = tensor.dtype, tensor.shape, map(select, content.pieces())
   if layout == "dense" or (layout == "sparse-bitmask" and not tensor.shape):
     return tensor._replace(encoding="dense"), [dense]
+  if layout == "int8" and _int8.suits(tensor.shape, tensor.dtype):
+    return _encode_int8(tensor, content)
   bits, count = _bits(tensor, content)
   # sparse-bitmask has no room for a mask; in both an unmasked tensor stays
   # dense unless packing it pays.
@@ -427,7 +461,7 @@ def _encode(
   ):
     return tensor._replace(encoding="dense", masked=False), [dense]
   values: Part = tensor.dtype, (count,), _values(content)
-  if layout == "packed":
+  if layout in _HASHED:
     encoded = tensor._replace(encoding="packed", masked=content.masked)
     return encoded, [(bits.dtype, bits.shape, [bits]), values]
   rows = np.unpackbits(bits, count=tensor.size, bitorder="little")
@@ -443,6 +477,21 @@ def _encode(
   prefix = tensor.name.removesuffix(".weight")
   encoded = tensor._replace(encoding="sparse-bitmask", prefix=prefix)
   return encoded, [shape, values, row_bits, offsets]
+
+
+def _encode_int8(tensor: Tensor, content: Content) -> tuple[Tensor, list[Part]]:
+  """Round a matrix; it is read whole, for groups run along its last axis."""
+  bits, count = _bits(tensor, content)
+  flat = np.concatenate([select(piece) for piece in content.pieces()])
+  codes, scales = _int8.encode(flat.reshape(tensor.shape), tensor.name)
+  codes = codes.reshape(-1)
+  if tensor.size - count <= tensor.size // 8 and not content.masked:
+    bits = bits[:0]  # bits would cost more than the zeros
+  else:
+    kept = np.unpackbits(bits, count=tensor.size, bitorder="little")
+    codes = codes[kept.view(np.bool_)]
+  encoded = tensor._replace(encoding="int8", masked=content.masked)
+  return encoded, [(a.dtype, a.shape, [a]) for a in (bits, codes, scales)]
 
 
 def _manifest(tensors: Iterable[Tensor], metadata: Mapping[str, Any]) -> str:
@@ -477,13 +526,13 @@ def write(
     path: where the file appears once it is complete.
     tensors: name, path, dtype and shape of each tensor.
     read: returns the content of a tensor by name.
-    layout: "packed", "dense" or "sparse-bitmask".
-    metadata: further values to store: JSON values in "packed", strings in the
-      other layouts.
+    layout: one of `ALL_LAYOUTS`.
+    metadata: further values to store: JSON values in "packed" and "int8",
+      strings in the other layouts.
     progress: yields the tensors it is given, and may display progress.
   """
-  if layout not in LAYOUTS:
-    raise ValueError(f"layout={layout!r} is not one of {LAYOUTS}")
+  if layout not in ALL_LAYOUTS:
+    raise ValueError(f"layout={layout!r} is not one of {ALL_LAYOUTS}")
   metadata = dict(metadata or {})
   st.check_metadata(metadata, str(path))
   # Wide elements first: every tensor then starts aligned to its own width.
@@ -491,14 +540,14 @@ def write(
   metadata = _file_metadata(ordered, layout, metadata)
   largest = _largest_entries(ordered, layout, str(path))
   reserved = metadata
-  if layout == "packed":
+  if layout in _HASHED:
     hashed = (t._replace(encoding="packed", sha256="0" * 64) for t in ordered)
     reserved = {_KEY: _manifest(hashed, metadata), _DIGEST: "0" * 64}
   with st.Writer(path, largest, reserved) as writer:
     done = []
     for tensor in progress(ordered):
       encoded, parts = _encode(tensor, read(tensor.name), layout)
-      digest = hashlib.sha256() if layout == "packed" else None
+      digest = hashlib.sha256() if layout in _HASHED else None
       for name, part in zip(_parts(encoded), parts, strict=True):
         if name in writer.entries:
           raise ValueError(
@@ -509,7 +558,7 @@ def write(
       if digest is not None:
         encoded = encoded._replace(sha256=digest.hexdigest())
       done.append(encoded)
-    if layout == "packed":
+    if layout in _HASHED:
       writer.metadata = {_KEY: _manifest(done, metadata)}
       writer.metadata[_DIGEST] = st.header_digest(
         writer.entries, writer.metadata
@@ -520,7 +569,7 @@ def _file_metadata(
   tensors: Sequence[Tensor], layout: str, metadata: Mapping[str, Any]
 ) -> dict[str, Any]:
   """Return the metadata in the form that a layout keeps."""
-  if layout == "packed":
+  if layout in _HASHED:
     return dict(metadata)
   words = {
     k: v if isinstance(v, str) else json.dumps(v)
@@ -543,10 +592,13 @@ def _largest_entries(
     _check_depth(t.path, f"{path}: {t.name[:40]!r}")
     # A tensor may come out in any of its encodings; room for all is cheap.
     largest[t.name] = (t.dtype, t.shape)
-    if layout == "packed":
+    if layout in _HASHED:
       largest[t.name + ".bits"] = (np.dtype("u1"), (t.size + 64,))
       largest[t.name + ".values"] = (t.dtype, (t.size,))
-    elif layout == "sparse-bitmask":
+    if layout == "int8":
+      largest[t.name + ".codes"] = (np.dtype("i1"), (t.size,))
+      largest[t.name + ".scales"] = (_int8.SCALE, (*t.shape, 1))
+    if layout == "sparse-bitmask":
       for part in _BITMASK_PARTS:
         largest[t.name + part] = (np.dtype("i8"), (*t.shape, 1))
   return largest

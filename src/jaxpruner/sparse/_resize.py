@@ -11,7 +11,14 @@ import numpy as np
 
 from jaxpruner import program as _program
 from jaxpruner.program import Node, Program, Var
-from jaxpruner.sparse._dims import Axis, Dim, Dims, is_depthwise, resolve
+from jaxpruner.sparse._dims import (
+  Axis,
+  Dim,
+  Dims,
+  complete,
+  is_depthwise,
+  resolve,
+)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -97,6 +104,9 @@ class Resized:
           raise ValueError(f"at these shapes {after.blocked or 'axes differ'}")
         if kept is not None:
           keep[after] = kept
+    masks = {d: np.isin(np.arange(d.size), k) for d, k in keep.items()}
+    for dim, mask in complete(dims.segments, masks).items():
+      keep.setdefault(dim, np.flatnonzero(mask))
     matching = dict(zip(self.program.nodes, other.nodes, strict=True))
     baked = {matching[node]: delta for node, delta in self.baked.items()}
     for node, delta in baked.items():

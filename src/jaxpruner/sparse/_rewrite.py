@@ -87,7 +87,10 @@ def _visit(node: Node, args: list[Any]) -> list[Any]:
   results = None
   if any(map(_is_sparse, args)):
     results = _sparse(node, args)
-  return _dense(node, args, _words(node.name)) if results is None else results
+  if results is None:
+    alone = all(_is_sparse(a) or np.ndim(a) == 0 for a in args)
+    results = _dense(node, args, _words(node.name, alone))
+  return results
 
 
 def _dense(node: Node, args: Sequence[Any], why: str) -> list[Any]:
@@ -356,14 +359,19 @@ def _refuse(w: Any, why: str) -> None:
       _refuse(part, why)
 
 
-def _words(operation: str) -> str:
-  """Return why an operation needs a weight whole."""
-  if operation in ELEMENTWISE | REDUCTIONS:
+def _words(operation: str, alone: bool) -> str:
+  """Return why an operation needs a weight whole.
+
+  Args:
+    operation: the name of the primitive.
+    alone: whether all its operands are weights or numbers.
+  """
+  if alone and operation in ELEMENTWISE | REDUCTIONS:
     return (
       f"changed by {operation} before it is used: if that depends on weights "
       "alone, do it once and pass the result"
     )
-  return f"used by {program.describe(operation)}"
+  return f"used by {program.describe(operation)}, which is no product"
 
 
 def _is_sparse(value: Any) -> bool:

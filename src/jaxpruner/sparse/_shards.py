@@ -5,6 +5,7 @@ is in one shard, and index and shards agree, or the folder is refused.
 """
 
 import contextlib
+import json
 import os
 import pathlib
 import shutil
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from jaxpruner._tools import atomic, fingerprint
-from jaxpruner.sparse import _layouts, _staging
+from jaxpruner.sparse import _layouts, _peer_config, _staging
 from jaxpruner.sparse import _safetensors as st
 from jaxpruner.sparse._layouts import Content, Leaf, Tensor, Written
 
@@ -78,6 +79,15 @@ def _shard_of(index: pathlib.Path) -> dict[str, str]:
   return where
 
 
+def _edit(
+  path: pathlib.Path, change: Callable[[dict[str, Any]], dict[str, Any]]
+) -> None:
+  """Change a JSON file, if it is there; what says the same stays as it is."""
+  old = read_json(path) if path.exists() else None
+  if isinstance(old, dict) and (new := change(old)) != old:
+    atomic.write_bytes(path, json.dumps(new, indent=2).encode())
+
+
 class Shards:
   """A folder of safetensors files; tensors are decoded on request."""
 
@@ -135,6 +145,8 @@ class Shards:
             "remove one of them"
           )
         found[name] = shard
+    if where is not None and where == self._parts():
+      return found  # as compressed-tensors writes it: part by part
     for name, shard in (where or {}).items():
       if found.get(name) != shard:
         raise st.FileFormatError(
@@ -148,6 +160,14 @@ class Shards:
         f"{self.index} does not name"
       )
     return found
+
+  def _parts(self) -> dict[str, str]:
+    """Return stored entry -> shard: several entries make a sparse tensor."""
+    return {
+      name: shard
+      for shard, file in self.shards.items()
+      for name in file.reader.entries
+    }
 
   @property
   def kind(self) -> str:
@@ -211,7 +231,28 @@ class Shards:
             progress=progress,
           )
       left = self._copy_others(parts)
+      self._describe(parts, layout or self.layout)
     return Written(left, found)
+
+  def _describe(self, parts: pathlib.Path, layout: str) -> None:
+    """Tell in index and `config.json` how others find the weights."""
+    theirs = layout == _peer_config.FORMAT
+    size = kept = 0
+    where: dict[str, str] = {}
+    for name in self.shards:
+      with _layouts.SparseFile(parts / name) as file:
+        stored = file.reader.entries if theirs else file.tensors
+        where |= dict.fromkeys(stored, name)
+        for tensor in file.tensors.values() if theirs else ():
+          size += tensor.size
+          kept += file.stored_values(tensor)
+    if self.index:
+      _edit(parts / self.index, lambda old: old | {"weight_map": where})
+    share = 1 - kept / max(size, 1)
+    _edit(
+      parts / "config.json",
+      lambda old: _peer_config.described(old, layout, share),
+    )
 
   def _copy_others(self, parts: pathlib.Path) -> list[str]:
     """Copy configuration and tokenizer; return what was left out."""

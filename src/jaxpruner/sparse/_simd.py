@@ -398,7 +398,41 @@ def batch_rows(b: Any, rows: int, x: Any, stride: Any, last: Any) -> list:
   return starts
 
 
-def expand(rows: int, panel: int = 64) -> Any:
+def _expanded_f32(b: Any, pointer: Any, bits: Any) -> Any:
+  """Load the kept values, and put each where its bit is."""
+  kind, flags = _vector(F32, 16), _vector(I1, 16)
+  f = _function(
+    b, "llvm.masked.expandload.v16f32",
+    kind, F32.as_pointer(), flags, kind,
+  )  # fmt: skip
+  pointer = b.inttoptr(pointer, F32.as_pointer())
+  return b.call(f, [pointer, b.bitcast(bits, flags), _zero(16)])
+
+
+def _expanded_bf16(b: Any, pointer: Any, bits: Any) -> Any:
+  """Expand packed bfloat16 values to float32: load the kept, widen, expand."""
+  ints, flags = _vector(I32, 16), _vector(I1, 16)
+  count = b.call(_function(b, "llvm.ctpop.i16", I16, I16), [bits])
+  # As many low bits as there are values: what follows them is never read.
+  low = b.sub(b.shl(I32(1), b.zext(count, I32)), I32(1))
+  kind = _vector(I16, 16)
+  load = _function(
+    b, "llvm.masked.load.v16i16.p0v16i16",
+    kind, kind.as_pointer(), I32, flags, kind,
+  )  # fmt: skip
+  few = b.call(load, [
+    b.inttoptr(pointer, kind.as_pointer()), I32(2),
+    b.bitcast(b.trunc(low, I16), flags), ir.Constant(kind, [0] * 16),
+  ])  # fmt: skip
+  wide = b.shl(b.zext(few, ints), ir.Constant(ints, [16] * 16))
+  name = "llvm.x86.avx512.mask.expand.v16i32"
+  f = _function(b, name, ints, ints, ints, flags)
+  zeros = ir.Constant(ints, [0] * 16)
+  wide = b.call(f, [wide, zeros, b.bitcast(bits, flags)])
+  return b.bitcast(wide, _vector(F32, 16))
+
+
+def expand(rows: int, panel: int = 64, bf16: bool = False) -> Any:
   """Make the product of `rows` batch rows with one panel of a bit mask.
 
   `f(x, stride, last, bits, values, count, out)`: row i of the batch is at x +
@@ -407,19 +441,14 @@ def expand(rows: int, panel: int = 64) -> Any:
   64 sums. Needs AVX-512: nothing else expands packed values at speed.
   """
   width, parts = 16, panel // 16
-  kind, flags = _vector(F32, width), _vector(I1, width)
+  kind = _vector(F32, width)
+  item = 2 if bf16 else 4
 
-  def expanded(b: Any, pointer: Any, bits: Any) -> Any:
-    f = _function(
-      b, "llvm.masked.expandload.v16f32",
-      kind, F32.as_pointer(), flags, kind,
-    )  # fmt: skip
-    pointer = b.inttoptr(pointer, F32.as_pointer())
-    return b.call(f, [pointer, b.bitcast(bits, flags), _zero(width)])
+  expanded = _expanded_bf16 if bf16 else _expanded_f32
 
   def ones(b: Any, bits: Any) -> Any:
     count = b.call(_function(b, "llvm.ctpop.i64", I64, I64), [bits])
-    return b.mul(count, I64(4))
+    return b.mul(count, I64(item))
 
   @intrinsic
   def f(_, x, stride, last, bits, values, count, out):

@@ -196,7 +196,7 @@ def accelerate(
   named, treedef = _leaves.flatten_with_names(params)
   all_masks = _leaves.align(params, masks)
   warn_if_contradicted(params, masks, "accelerate")
-  inputs = jax.tree.map(_concrete, example_inputs)
+  inputs = jax.tree.map(_choose.concrete, example_inputs)
   uses = _rewrite.find_uses(apply_fn, params, inputs)
   total = sum(getattr(leaf, "nbytes", 0) for _, leaf in named)
   clock = _layers.Clock(timings, timer, total > _choose.cache_size())
@@ -229,13 +229,6 @@ def accelerate(
     return dense, _report(layers, times["dense"], times["dense"], rule)
   rule = "sparse where measured faster"
   return fast, _report(layers, times["dense"], times["sparse"], rule)
-
-
-def _concrete(x: Any) -> Any:
-  """Return zeros for an example that is only a shape."""
-  if isinstance(x, jax.ShapeDtypeStruct):
-    return jax.numpy.zeros(x.shape, x.dtype)
-  return x
 
 
 def _report(layers: Any, dense: float, now: float, rule: str) -> Report:

@@ -90,9 +90,11 @@ def save(
     path: the file, usually `*.safetensors`.
     params: any pytree of arrays.
     masks: a tree like `params` of uint8 masks (1 = kept) or None.
-    layout: "packed"; "dense" for plain safetensors that any tool reads; or
-      "sparse-bitmask", the layout of compressed-tensors. The latter two hold
-      no hashes, and "dense" holds no masks.
+    layout: "packed"; "int8", which rounds matrices to one byte per kept weight
+      and a scale per 64 neighbours along the last axis; "dense" for plain
+      safetensors that any tool reads; or "sparse-bitmask", the layout of
+      compressed-tensors. The latter two hold no hashes, and "dense" holds no
+      masks.
     metadata: JSON values to store in the file, for example a configuration.
 
   Example:

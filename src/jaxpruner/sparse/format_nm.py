@@ -6,15 +6,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpruner.sparse import formats
+from jaxpruner.sparse import formats, kernels
+from jaxpruner.sparse.format_bitmask import MAX_BATCH
 
 
 @formats.register
 class NM(formats.SparseMatrix):
   """Store N values per group of M rows, with 2-bit indices for M up to 4.
 
-  A group that keeps fewer than N weights is padded with stored zeros. The
-  product decodes the matrix.
+  A group that keeps fewer than N weights is padded with stored zeros. Small
+  batches on CPU are multiplied by a compiled kernel if M is 4 and the columns
+  are a multiple of 16; otherwise the matrix is decoded.
 
   Attributes:
     values: (K / M, N, columns).
@@ -37,6 +39,25 @@ class NM(formats.SparseMatrix):
   indices: jax.Array  # (K / M, N, bytes): row within the group, packed
   shape: tuple[int, int] = formats.static()
   m: int = formats.static()
+
+  @classmethod
+  def fits(cls, kept: formats.Kept) -> dict[str, Any] | None:
+    rows, cols = kept.mask.shape
+    if rows % 4 or cols % 16 or not kept.mask.size or kept.batch > MAX_BATCH:
+      return None
+    most = int(kept.mask.reshape(-1, 4, cols).sum(axis=1).max())
+    return {"n": most, "m": 4} if 1 <= most <= 2 else None
+
+  @classmethod
+  def runs_here(cls) -> bool:
+    return kernels.load(cls.name) is not None
+
+  def matmul(self, x: jax.Array) -> jax.Array:
+    """Multiply small batches in machine code; decode for large ones."""
+    suits = self.m == 4 and self.shape[1] % 16 == 0
+    if not suits or np.prod(x.shape[:-1]) > MAX_BATCH:
+      return x @ self.todense()
+    return kernels.matmul(x, self)
 
   @classmethod
   def fromdense(

@@ -30,8 +30,11 @@ def register(cls: type[T]) -> type[T]:
   return jax.tree_util.register_dataclass(cls, data, static)
 
 
-def static() -> Any:
+def static(default: Any = dataclasses.MISSING) -> Any:
   """Declare a field that is part of the tree structure, as the shape is.
+
+  Args:
+    default: the value of the field if none is given.
 
   Returns:
     The default of the field in a class body: `shape: tuple = static()`. JAX
@@ -41,7 +44,7 @@ def static() -> Any:
     >>> static().metadata["static"]
     True
   """
-  return dataclasses.field(metadata={"static": True})
+  return dataclasses.field(default=default, metadata={"static": True})
 
 
 class Sparse:
@@ -412,6 +415,7 @@ FORMATS: registry.Registry[type[SparseMatrix]] = registry.Registry(
     "strided_nm": "jaxpruner.sparse.format_strided_nm:StridedNM",
     "sell": "jaxpruner.sparse.format_sell:Sell",
     "bitmask": "jaxpruner.sparse.format_bitmask:Bitmask",
+    "int8": "jaxpruner.sparse.format_int8:Int8",
     "panel": "jaxpruner.sparse.format_panel:Panel",
   },
 )

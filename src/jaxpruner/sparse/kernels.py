@@ -17,7 +17,9 @@ from jaxpruner.sparse.formats import SparseMatrix
 # Modules `_<name>_kernel`; `_back` is the product with the transpose. The
 # number is the version of the call: its operands, results and room for scratch.
 # A saved program states the version it calls.
-KERNELS = {"sell": 1, "sell_back": 1, "bitmask": 1, "panel": 1}
+KERNELS = {
+  "sell": 1, "sell_back": 1, "bitmask": 1, "panel": 1, "int8": 1, "nm": 1,
+}  # fmt: skip
 
 
 @functools.cache

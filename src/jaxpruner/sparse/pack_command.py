@@ -15,9 +15,10 @@ def add_arguments(
   parser.add_argument(
     "--layout",
     default=layout,
-    choices=_layouts.LAYOUTS,
-    help="packed (bits and kept values, hashed), sparse-bitmask (of "
-    f"compressed-tensors) or dense; by default {layout}",
+    choices=_layouts.ALL_LAYOUTS,
+    help="packed (bits and kept values, hashed), int8 (the same, matrices "
+    "rounded to one byte), sparse-bitmask (of compressed-tensors) or dense; "
+    f"by default {layout}",
   )
 
 

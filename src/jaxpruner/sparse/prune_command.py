@@ -67,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   parser.add_argument("--seed", type=int, default=0, help="of random scores")
   parser.add_argument(
     "--layout",
-    choices=_layouts.LAYOUTS,
+    choices=_layouts.ALL_LAYOUTS,
     help="of the new checkpoint; by default that of the old one",
   )
 

@@ -1,6 +1,11 @@
 """What `accelerate` did to a model, and why."""
 
 import dataclasses
+import re
+import statistics
+from typing import Any
+
+from jaxpruner import _tools
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,21 +84,26 @@ class Report:
   def bytes(self) -> int:
     return sum(layer.bytes for layer in self.layers)
 
+  def kinds(self) -> list["LayerKind"]:
+    """Return the layers by kind: equal but for the numbers in their names.
+
+    Returns:
+      One `LayerKind` per name pattern, shape, format and reason, in the order
+      of the first layer of each.
+    """
+    found: dict[tuple[Any, ...], list[LayerReport]] = {}
+    for layer in self.layers:
+      name = re.sub(r"\d+", "*", layer.name)
+      key = name, layer.shape, layer.format, layer.rule
+      found.setdefault(key, []).append(layer)
+    return [LayerKind(tuple(layers)) for layers in found.values()]
+
   def __str__(self) -> str:
-    head = ("weight", "shape", "sparsity", "format", "bytes", "speed", "rule")
-    rows: list[tuple[str, ...]] = [head]
-    for l in self.layers:
-      speed = "" if l.speedup is None else f"{l.speedup:.2f}x"
-      size = f"{l.bytes / l.dense_bytes:.3f}x" if l.dense_bytes else ""
-      shape = "x".join(map(str, l.shape))
-      rows.append(
-        (l.name, shape, f"{l.sparsity:.1%}", l.format, size, speed, l.rule)
-      )
-    widths = [max(len(r[i]) for r in rows) for i in range(len(head))]
-    lines = [
-      "  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)).rstrip()
-      for r in rows
-    ]
+    head = [
+      "weight", "shape", "sparsity", "format", "bytes", "speed", "ms", "rule",
+    ]  # fmt: skip
+    rows = [head, *(kind.row() for kind in self.kinds())]
+    lines = _tools.align_columns(rows, ())
     ratio = self.bytes / self.dense_bytes if self.dense_bytes else 1.0
     lines.append(
       f"whole function: {self.dense_seconds * 1e3:.3f} ms dense, "
@@ -101,3 +111,63 @@ class Report:
       f"{ratio:.3f}x; {self.rule}"
     )
     return "\n".join(lines)
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerKind:
+  """Layers that differ in the numbers of their names alone.
+
+  Attributes:
+    layers: their reports.
+
+  Example:
+    >>> layers = [
+    ...   LayerReport(f"block_{i}/up", (64, 64), 0.9, "sell", "fastest of 2",
+    ...               16384, 2560, {"dense": 4e-5, "sell": 1e-5})
+    ...   for i in range(12)]
+    >>> (kind,) = Report(tuple(layers), 2e-3, 1e-3, "").kinds()
+    >>> kind.name, kind.bytes, kind.seconds["sell"]
+    ('block_*/up (12)', 30720, 1e-05)
+  """
+
+  layers: tuple[LayerReport, ...]
+
+  @property
+  def name(self) -> str:
+    """The name of a single layer, or the pattern and how many there are."""
+    if len(self.layers) == 1:
+      return self.layers[0].name
+    pattern = re.sub(r"\d+", "*", self.layers[0].name)
+    return f"{pattern} ({len(self.layers)})"
+
+  @property
+  def dense_bytes(self) -> int:
+    """Bytes of the dense weights, all layers together."""
+    return sum(layer.dense_bytes for layer in self.layers)
+
+  @property
+  def bytes(self) -> int:
+    """Bytes of the weights as stored, all layers together."""
+    return sum(layer.bytes for layer in self.layers)
+
+  @property
+  def seconds(self) -> dict[str, float]:
+    """Mean seconds of one layer's product, by format, "dense" included."""
+    timed = [layer.times for layer in self.layers if layer.times]
+    names = dict.fromkeys(name for times in timed for name in times)
+    return {n: statistics.fmean(t[n] for t in timed if n in t) for n in names}
+
+  def row(self) -> list[str]:
+    """Return the cells of this kind's line in the printed report."""
+    layer, seconds = self.layers[0], self.seconds
+    sparsity = statistics.fmean(l.sparsity for l in self.layers)
+    size = f"{self.bytes / self.dense_bytes:.3f}x" if self.dense_bytes else ""
+    speed = ""
+    if seconds:
+      speed = f"{seconds['dense'] / seconds[layer.format]:.2f}x"
+    times = ", ".join(f"{n} {t * 1e3:.3g}" for n, t in seconds.items())
+    shape = "x".join(map(str, layer.shape))
+    return [
+      self.name, shape, f"{sparsity:.1%}", layer.format, size, speed, times,
+      layer.rule,
+    ]  # fmt: skip

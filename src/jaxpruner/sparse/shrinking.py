@@ -16,7 +16,7 @@ from jaxpruner.program import Node, Program, Var
 from jaxpruner.program.owners import Owners, per_weight
 from jaxpruner.sparse import _fold, _resize, artifacts
 from jaxpruner.sparse._constants import Constants
-from jaxpruner.sparse._dims import Axis, Dim, Dims, Sum, resolve
+from jaxpruner.sparse._dims import Axis, Dim, Dims, Segment, Sum, resolve
 
 
 class Removed(NamedTuple):
@@ -242,7 +242,7 @@ def shrink(
   program = _program.trace(apply_fn, shapes, *example_inputs)
   variables = program.inputs[: len(values)]
   dims = Dims(program, len(values))
-  choice = _Choice(program, dims, dict(zip(variables, values, strict=True)))
+  choice = Choice(program, dims, dict(zip(variables, values, strict=True)))
   resized = _resize.Resized(program, dims, choice.keep, choice.baked)
 
   def take(index: int, array: np.ndarray) -> np.ndarray:
@@ -294,7 +294,7 @@ def _empty(array: np.ndarray) -> list[int]:
   ]
 
 
-class _Choice:
+class Choice:
   """Which indices of which dims stay, and what the constants become."""
 
   def __init__(
@@ -309,7 +309,7 @@ class _Choice:
     owned = {d for v in values for d in dims.flat(v) if not d.blocked}
     sums = [(s, d) for s in dims.sums for d in resolve(s.axis) if d in owned]
     useless, folded = self._without_effect(sums)
-    self._drop(useless)
+    self._drop(useless, dims.segments)
     for total, dim in sums:
       if folded.get(total.node) is dim and dim in self.keep:
         self._fold(total, dim, useless[dim])
@@ -340,11 +340,23 @@ class _Choice:
       useless[dim] = useless[dim] & gone if dim in useless else gone
     return useless, folded
 
-  def _drop(self, useless: dict[Dim, np.ndarray]) -> None:
-    """Note what stays of each dim: at least one index."""
-    for dim, gone in useless.items():
+  def _drop(
+    self, useless: dict[Dim, np.ndarray], segments: Sequence[Segment]
+  ) -> None:
+    """Note what stays of each dim: at least one index.
+
+    An index of a part stays with that of the dim it is joined into.
+    """
+    for dim in dict.fromkeys(d for s in segments for d in (s.whole, s.part)):
+      if dim.blocked:
+        useless[dim] = np.zeros(dim.size, np.bool_)
+      useless.setdefault(dim, np.ones(dim.size, np.bool_))
+    _agree(useless, segments)
+    for gone in useless.values():
       if gone.all():
         gone[0] = False  # an axis of length 0 is nobody's idea of a layer
+    _agree(useless, segments)
+    for dim, gone in useless.items():
       if gone.any():
         self.keep[dim] = np.flatnonzero(~gone)
 
@@ -372,6 +384,18 @@ class _Choice:
     if len(parts) > 1:
       text = f"as {_shape(tuple(d.size for d in parts))}: {text}"
     return text
+
+
+def _agree(useless: dict[Dim, np.ndarray], segments: Sequence[Segment]) -> None:
+  """Keep an index of a joined dim with that of its part, and the reverse."""
+  before, now = -1, 0
+  while before != now:
+    before = now
+    for whole, start, part in segments:
+      mine = useless[whole][start : start + part.size]
+      mine &= useless[part]
+      useless[part] &= mine
+    now = sum(int(gone.sum()) for gone in useless.values())
 
 
 def _same(

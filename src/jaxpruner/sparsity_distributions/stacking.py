@@ -71,7 +71,7 @@ class Cut:
       return x.entries[self.index]
     if isinstance(x, mask_calculator.AtStep):
       return type(x)(*(self.take(part, shape) for part in x))
-    if isinstance(x, list | tuple) and not isinstance(x, engine.ScoreExpr):
+    if isinstance(x, list | tuple):
       return x[self.index]
     if isinstance(x, jax.ShapeDtypeStruct):
       return jax.ShapeDtypeStruct(np.delete(x.shape, self.axis), x.dtype)
@@ -90,7 +90,7 @@ class Cut:
       )
     index = lambda y: _index(y, self.index, axis)
     is_array = isinstance(x, jax.Array)
-    place = (jax.typeof(x) if is_array else x.jaxpr.out_avals[0]).sharding
+    place = (jax.typeof(x) if is_array else x.aval).sharding
     if place.spec[axis : axis + 1] in ((), (None,)):
       return engine.apply(index, x)
     # An explicit mesh refuses to cut a sharded axis.

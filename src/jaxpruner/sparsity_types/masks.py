@@ -84,7 +84,7 @@ def _select_rest(
 def _is_placed(scores: Any) -> bool:
   """Tell whether an explicit mesh shards an array or expression."""
   if isinstance(scores, engine.ScoreExpr):
-    spec = scores.jaxpr.out_avals[0].sharding.spec
+    spec = scores.aval.sharding.spec
   else:
     spec = jax.typeof(scores).sharding.spec
   return any(axis is not None for axis in spec)

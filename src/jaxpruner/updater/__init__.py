@@ -8,7 +8,7 @@ masks       new masks in a state, and the counts of what they change
 hidden      weights that the state trains and params show otherwise
 moments     the optimizer's state, weight by weight
 state       `SparseState`, `Category`; a mask applied to a weight
-start       the state of step 0
+start       the state of step 0, and Optax's `init`
 at_once     pruning without training
 seeds       random keys and scores
 checks      what is refused, and what is warned of

@@ -87,6 +87,20 @@ def check_number(updater: Any, name: str, above: float = 0.0) -> None:
     )
 
 
+def check_share(updater: Any, name: str) -> None:
+  """Raise if a field is no number from 0 to 1."""
+  value = getattr(updater, name)
+  if (
+    isinstance(value, bool)
+    or not isinstance(value, int | float)
+    or not 0 <= value <= 1
+  ):
+    raise ValueError(
+      f"{type(updater).__name__}: {name}={value!r} must lie between 0 and 1, "
+      "such as 0.3"
+    )
+
+
 def check_whole(updater: Any, name: str, least: int) -> None:
   """Raise if a field is no integer of at least `least`."""
   value = getattr(updater, name)

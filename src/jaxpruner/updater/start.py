@@ -1,14 +1,16 @@
-"""The state of step 0."""
+"""The state of step 0, and the `init` that gives it to Optax."""
 
 import warnings
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import optax
 
-from jaxpruner import _leaves, mask_calculator
-from jaxpruner._leaves import PyTree
-from jaxpruner.updater import hidden, seeds
+from jaxpruner import mask_calculator
+from jaxpruner._leaves import ABSENT, PyTree
+from jaxpruner.updater import checks, hidden, seeds
 from jaxpruner.updater.masks import new_tally
 from jaxpruner.updater.state import SparseState
 
@@ -46,6 +48,68 @@ def first_state(updater: Any, params: PyTree) -> SparseState:
   tracked = updater.track_exploration
   return state._replace(
     skipped=jnp.zeros([len(view.names)], jnp.int32),
-    explored=jax.tree.map(jnp.copy, masks) if tracked else _leaves.ABSENT,
+    explored=jax.tree.map(jnp.copy, masks) if tracked else ABSENT,
     tally=new_tally(view, masks, tracked),
+  )
+
+
+def make_init(updater: Any, inner: Any) -> optax.TransformInitFn:
+  """Return the `init` of a wrapped optimizer.
+
+  Args:
+    updater: a `BaseUpdater`.
+    inner: the optimizer.
+
+  Returns:
+    A function from parameters to a `SparseState`.
+  """
+  made: set[Any] = set()  # structures of the states so far
+
+  def init(params: PyTree) -> SparseState:
+    # `optax.tree_map_params` asks which fields are like params.
+    if type(params).__name__ == "_ParamsPlaceholder":
+      return _placeholders(updater, inner, params, made)
+    state = updater.init_state(params)
+    inner_state = inner.init(updater.dense_params(params, state))
+    checks.warn_if_moments_stay(updater, inner_state, params, state.masks)
+    made.add(jax.tree.structure(_without_params(state)))
+    return state._replace(inner_state=inner_state)
+
+  return init
+
+
+def _placeholders(
+  updater: Any, inner: Any, params: PyTree, made: set[Any]
+) -> SparseState:
+  """Return a state with the placeholder in every field that is like params.
+
+  The other fields have the structure of the states that `init` made before, so
+  that each of their leaves is handed over by itself; if there were none, or
+  different ones, each of these fields is handed over as a whole.
+  """
+  leaf = np.zeros([], np.int32)
+  if len(made) == 1:
+    (structure,) = made
+    rest = structure.unflatten([leaf] * structure.num_leaves)
+  else:
+    rest = SparseState(
+      target_sparsities=leaf,
+      count=leaf,
+      key=leaf,
+      skipped=leaf,
+      stats=leaf,
+      tally=leaf,
+    )
+  return rest._replace(
+    stored_masks=params,
+    inner_state=inner.init(params),
+    explored=params if updater.track_exploration else ABSENT,
+    hidden=params if hidden.hides(updater) else ABSENT,
+  )
+
+
+def _without_params(state: SparseState) -> SparseState:
+  """Return a state without the fields that are like params."""
+  return state._replace(
+    stored_masks=ABSENT, inner_state=ABSENT, explored=ABSENT, hidden=ABSENT
   )

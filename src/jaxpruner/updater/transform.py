@@ -5,12 +5,10 @@ from typing import Any
 import jax
 import jax.core
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from jaxpruner import _leaves, engine
-from jaxpruner._leaves import ABSENT, PyTree
-from jaxpruner.updater import checks, hidden, moments, selecting
+from jaxpruner.updater import checks, hidden, moments, selecting, start
 from jaxpruner.updater.masks import count_changes
 from jaxpruner.updater.state import SparseState, unpack_mask
 
@@ -40,7 +38,7 @@ def wrap(
     )
   checks.warn_if_never_updates(updater)
   inner = optax.with_extra_args_support(inner)
-  init = make_init(updater, inner)
+  init = start.make_init(updater, inner)
 
   def update(updates, state, params: Any = None, **extra):
     state = checks.checked(updater, updates, state, params)
@@ -92,68 +90,6 @@ def _new_masks(updater, due, state, params, grads, extra) -> SparseState:
 
   fields = {name: getattr(state, name) for name in names}
   return state._replace(**engine.run_if(due, change, fields))
-
-
-def make_init(updater: Any, inner: Any) -> optax.TransformInitFn:
-  """Return the `init` of a wrapped optimizer.
-
-  Args:
-    updater: a `BaseUpdater`.
-    inner: the optimizer.
-
-  Returns:
-    A function from parameters to a `SparseState`.
-  """
-  made: set[Any] = set()  # structures of the states so far
-
-  def init(params: PyTree) -> SparseState:
-    # `optax.tree_map_params` asks which fields are like params.
-    if type(params).__name__ == "_ParamsPlaceholder":
-      return _placeholders(updater, inner, params, made)
-    state = updater.init_state(params)
-    inner_state = inner.init(updater.dense_params(params, state))
-    checks.warn_if_moments_stay(updater, inner_state, params, state.masks)
-    made.add(jax.tree.structure(_without_params(state)))
-    return state._replace(inner_state=inner_state)
-
-  return init
-
-
-def _placeholders(
-  updater: Any, inner: Any, params: PyTree, made: set[Any]
-) -> SparseState:
-  """Return a state with the placeholder in every field that is like params.
-
-  The other fields have the structure of the states that `init` made before, so
-  that each of their leaves is handed over by itself; if there were none, or
-  different ones, each of these fields is handed over as a whole.
-  """
-  leaf = np.zeros([], np.int32)
-  if len(made) == 1:
-    (structure,) = made
-    rest = structure.unflatten([leaf] * structure.num_leaves)
-  else:
-    rest = SparseState(
-      target_sparsities=leaf,
-      count=leaf,
-      key=leaf,
-      skipped=leaf,
-      stats=leaf,
-      tally=leaf,
-    )
-  return rest._replace(
-    stored_masks=params,
-    inner_state=inner.init(params),
-    explored=params if updater.track_exploration else ABSENT,
-    hidden=params if hidden.hides(updater) else ABSENT,
-  )
-
-
-def _without_params(state: SparseState) -> SparseState:
-  """Return a state without the fields that are like params."""
-  return state._replace(
-    stored_masks=ABSENT, inner_state=ABSENT, explored=ABSENT, hidden=ABSENT
-  )
 
 
 def _optimize(updater, inner, step, state, params, rest):

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from jaxpruner import _leaves, base_updater
+from jaxpruner import base_updater
 from jaxpruner.algorithms import pruners
 from jaxpruner.updater import selecting
 
@@ -69,11 +69,9 @@ class DecayingMaskPruning(pruners.MagnitudePruning):
     found = self._select(view, scores, view.targets)
     fading = self.fading(sparse_state.count) > 0
     now = [jnp.where(fading, jnp.ones_like(m), m) for m in found.masks]
-    faint = self._replace_masks(
-      view, sparse_state, found.masks, found.finite
-    ).masks
+    faint = self._replace_masks(view, sparse_state, found.masks, found.finite)
     state = self._replace_masks(view, sparse_state, now, found.finite)
-    return state._replace(stats={"faint": _leaves.without_none(faint)})
+    return state._replace(stats={"faint": faint.stored_masks})
 
   def _fade(self, tree, state):
     beta = self.fading(state.count)

@@ -14,6 +14,7 @@ from jaxpruner.algorithms import (
   redistribution,
   sparse_trainers,
 )
+from jaxpruner.updater import checks
 
 
 def _category(paper: str, cost: str, *needs: str, **changes: Any):
@@ -70,7 +71,7 @@ class SignalRigL(sparse_trainers.RigL):
   `RigL` for Adam and its kin, `g = ∂L/∂w` over the last `window` steps before a
   mask update. RigL's |g| ranks weights by how fast SGD would move them; Adam
   moves a weight by the ratio of the mean of its gradient to its root mean
-  square. The method is our own and on trial: `docs/results/table1.md` has its
+  square. The method is our own and on trial: `docs/results/rewiring.md` has its
   figures. Set the window by `grow=criteria.SignalToNoise(window=…)`. The other
   attributes are those of `Rewiring`.
 
@@ -256,10 +257,7 @@ class GraNet(sparse_trainers.RigL):
 
   def __post_init__(self):
     super().__post_init__()
-    if not 0 <= self.start_share <= 1:
-      raise ValueError(
-        f"GraNet: start_share={self.start_share!r} must lie between 0 and 1"
-      )
+    checks.check_share(self, "start_share")
 
   def calculate_scores(self, params, sparse_state=None, grads=None):
     del sparse_state, grads

@@ -1,7 +1,11 @@
 """Recent methods after training, kept apart so that the core stays small.
 
 reconstruction   prune block by block, and train each on its dense output
+dsnot            exchange weights of a mask by the mean output
+alpha            levels by the tails of spectra
 distillation     train on the dense model's predictions, masks fixed
+experts          remove whole experts of a mixture
+depth            drop whole layers
 """
 
 from jaxpruner._tools import on_use
@@ -9,7 +13,9 @@ from jaxpruner._tools import on_use
 # name -> the module below jaxpruner.post_training.contrib that defines it
 _MODULES = {
   "distill": "distillation",
+  "drop_blocks": "depth",
   "prune_blocks": "reconstruction",
+  "prune_experts": "experts",
 }
 
 __all__ = sorted(_MODULES)  # pyright: ignore[reportUnsupportedDunderAll]

@@ -1,6 +1,7 @@
 """Train a pruned model on the predictions of the dense one, masks fixed."""
 
 import functools
+import math
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -23,6 +24,7 @@ def distill(
   batches: Iterable[Any],
   *,
   tx: optax.GradientTransformation | None = None,
+  learning_rate: float = 1e-4,
   temperature: float = 1.0,
   seconds: float = np.inf,
   progress: Callable[[int, float], None] | None = None,
@@ -41,7 +43,9 @@ def distill(
     teacher: the dense parameters.
     batches: an iterable of batches of equal shapes; read once, so give as many
       as there are steps.
-    tx: any Optax optimizer; by default Adam at 1e-4.
+    tx: any Optax optimizer, with its own rate; by default Adam.
+    learning_rate: of Adam. If `seconds` are given, it decays to zero over them
+      (half a cosine), so that the last steps settle.
     temperature: T.
     seconds: no step starts after this time; the first one always runs.
     progress: called with (steps done, loss).
@@ -61,7 +65,12 @@ def distill(
   """
   if not 0 < temperature < np.inf:
     raise ValueError(f"temperature={temperature!r} must be positive and finite")
-  held = fixed_masks.hold_masks(optax.adam(1e-4) if tx is None else tx, masks)
+  if not 0 < learning_rate < np.inf:
+    raise ValueError(
+      f"learning_rate={learning_rate!r} must be positive and finite"
+    )
+  adam = optax.chain(optax.scale_by_adam(), optax.scale(-1.0))
+  held = fixed_masks.hold_masks(adam if tx is None else tx, masks)
   # Copies: a step gives its arguments away.
   params = jax.tree.map(lambda x: jnp.array(x, copy=True), params)
   state = held.init(params)
@@ -72,7 +81,10 @@ def distill(
   start = time.perf_counter()
   done = 0
   for batch in batches:
-    params, state, loss = step(params, state, teacher, batch)
+    spent = (time.perf_counter() - start) / seconds if seconds else 0.0
+    rate = 1.0 if tx is not None else learning_rate * _decay(min(1.0, spent))
+    params, state, loss = step(params, state, teacher, batch, rate)
+    loss.block_until_ready()  # steps in flight would not be counted
     done += 1
     if progress is not None:
       progress(done, float(loss))
@@ -84,7 +96,11 @@ def distill(
   return _leaves.map_masks(keep, params, masks)
 
 
-def _step(apply_fn, tx, temperature, params, state, teacher, batch):
+def _decay(spent: float) -> float:
+  return 0.5 + 0.5 * math.cos(math.pi * spent)
+
+
+def _step(apply_fn, tx, temperature, params, state, teacher, batch, rate):
   goal = jax.nn.log_softmax(
     apply_fn(teacher, batch).astype(jnp.float32) / temperature
   )
@@ -97,4 +113,5 @@ def _step(apply_fn, tx, temperature, params, state, teacher, batch):
 
   value, grads = jax.value_and_grad(loss)(params)
   updates, state = tx.update(grads, state, params)
+  updates = jax.tree.map(lambda u: (rate * u).astype(u.dtype), updates)
   return optax.apply_updates(params, updates), state, value

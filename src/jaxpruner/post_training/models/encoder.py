@@ -10,8 +10,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxpruner.post_training.models import decoder
-from jaxpruner.post_training.models.decoder import Shapes, layer_norm, linear
+from jaxpruner.post_training.models.config_fields import Fields
+from jaxpruner.post_training.models.decoder_config import Shapes
+from jaxpruner.post_training.models.functions import (
+  ACTIVATIONS,
+  layer_norm,
+  linear,
+)
 from jaxpruner.sparse._safetensors import FileFormatError
 
 MODEL_TYPES = ("bert", "vit")
@@ -104,7 +109,7 @@ def parse(config: Any, where: str = "config.json", prefix: str = "") -> Encoder:
     FileFormatError: it is not an encoder that is known here, or holds values
       that no model has.
   """
-  field = decoder.Fields(config, where)
+  field = Fields(config, where)
   kind = field.choice("model_type", MODEL_TYPES)
   dim, heads = field.size("hidden_size"), field.size("num_attention_heads")
   if dim % heads:
@@ -130,7 +135,7 @@ def parse(config: Any, where: str = "config.json", prefix: str = "") -> Encoder:
     layers=field.size("num_hidden_layers"),
     heads=heads,
     eps=field.number("layer_norm_eps", 1e-12),
-    activation=field.choice("hidden_act", decoder.ACTIVATIONS, "gelu"),
+    activation=field.choice("hidden_act", ACTIVATIONS, "gelu"),
     prefix=prefix,
     **more,
   )
@@ -156,7 +161,7 @@ def apply(
     x = _patches(model, params, root, inputs)
   if seen is None:
     seen = jnp.ones(x.shape[:2], jnp.bool_)
-  act = decoder.ACTIVATIONS[model.activation]
+  act = ACTIVATIONS[model.activation]
   for i in range(model.layers):
     layer = f"{model.prefix}encoder.layer.{i}."
     at = {key: layer + name for key, name in model.names.items()}

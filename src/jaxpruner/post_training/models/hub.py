@@ -10,12 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpruner import sparsity_distributions
-from jaxpruner.post_training.models import decoder, encoder
+from jaxpruner.post_training.models import decoder, decoder_config, encoder
+from jaxpruner.post_training.models.config_fields import Fields
 from jaxpruner.sparse import _safetensors, _shards, prune_command
 
 FileFormatError = _safetensors.FileFormatError
 _KINDS = {
-  **dict.fromkeys(decoder.MODEL_TYPES, decoder),
+  **dict.fromkeys(decoder_config.MODEL_TYPES, decoder),
   **dict.fromkeys(encoder.MODEL_TYPES, encoder),
 }
 
@@ -54,12 +55,14 @@ def filter_fn(names: tuple[str, ...], leaf: Any) -> bool:
     Whether the leaf is prunable.
   """
   name = names[-1]
-  parts = tuple(name.split("."))
-  if prune_command.is_end(name) or parts[-2:-1] in (
-    ("gate",), ("shared_expert_gate",),
-  ):  # fmt: skip
+  if prune_command.is_end(name) or is_router(name):
     return False
-  return sparsity_distributions.default_filter(parts, leaf)
+  return sparsity_distributions.default_filter(tuple(name.split(".")), leaf)
+
+
+def is_router(name: str) -> bool:
+  """Tell whether a tensor chooses experts."""
+  return name.split(".")[-2:-1] in (["gate"], ["shared_expert_gate"])
 
 
 def read_config(folder: str | os.PathLike) -> Any:
@@ -99,7 +102,7 @@ def load_folder(
   """
   found = read_config(folder)
   where = str(pathlib.Path(folder) / "config.json")
-  kind = decoder.Fields(found, where).choice("model_type", tuple(_KINDS))
+  kind = Fields(found, where).choice("model_type", tuple(_KINDS))
   with _shards.Shards(folder) as file:
     module: Any = _KINDS[kind]
     if module is encoder:
@@ -107,7 +110,7 @@ def load_folder(
       inner = any(n.startswith(f"{kind}.embeddings.") for n in file.tensors)
       config = encoder.parse(found, where, f"{kind}." if inner else "")
     else:
-      config = decoder.parse(found, where)
+      config = decoder_config.parse(found, where)
     shapes = config.shapes()
     _check(folder, shapes, file, module is encoder)
     params, masks = {}, {}
@@ -119,7 +122,7 @@ def load_folder(
 
 
 def _check(
-  folder: Any, shapes: decoder.Shapes, file: _shards.Shards, head: bool
+  folder: Any, shapes: decoder_config.Shapes, file: _shards.Shards, head: bool
 ) -> None:
   """Hold the stored tensors against those that the configuration describes."""
   for name, shape in shapes.items():

@@ -37,7 +37,7 @@ def rope(field: Any, head_dim: int, local: bool) -> Rope:
   """Return the rotation that a configuration describes.
 
   Args:
-    field: the entries of `config.json`, see `decoder.Fields`.
+    field: the entries of `config.json`, see `config_fields.Fields`.
     head_dim: numbers of a head.
     local: whether the layer sees a window only, which some models rotate
       differently.
@@ -61,6 +61,8 @@ def rope(field: Any, head_dim: int, local: bool) -> Rope:
       f"only {', '.join(_TYPES)} of whole heads"
     )
   base = about.number("rope_theta", base)
+  if base <= 1:
+    raise FileFormatError(f"{about.where}: rope_theta={base} must exceed 1")
   half = head_dim // 2
   rates = base ** (-np.arange(half, dtype=np.float64) / half)
   scale = 1.0
@@ -78,6 +80,11 @@ def _llama3(about: Any, rates: np.ndarray) -> np.ndarray:
   factor = about.number("factor", None)
   low, high = (about.number(f"{n}_freq_factor", None) for n in ("low", "high"))
   old = about.number("original_max_position_embeddings", None)
+  if high <= low:
+    raise FileFormatError(
+      f"{about.where}: high_freq_factor={high} must exceed "
+      f"low_freq_factor={low}"
+    )
   turns = old * rates / (2 * math.pi)  # within the old context
   blend = np.clip((turns - low) / (high - low), 0, 1)
   return rates * (blend + (1 - blend) / factor)

@@ -59,7 +59,8 @@ class Solver:
 SOLVERS: registry.Registry[Solver] = registry.Registry(
   "method",
   "jaxpruner.post_training.register_solver",
-  {
+  {"dsnot": "jaxpruner.post_training.contrib.dsnot:SOLVER"}
+  | {
     name: f"{_HERE}.{name}:SOLVER"
     for name in (
       "magnitude",

@@ -1,0 +1,281 @@
+# pyright: strict
+# JAX's own annotations are partial:
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
+"""Visit the leaves of a group: search one segment after the other.
+
+On one device, the keys of a small leaf are copied to an array of one length, so
+that one compiled count serves small leaves of all shapes. All other leaves are
+counted where they are: one sum over all axes, without a reshape, which the
+partitioner turns into local sums and an exchange of `PROBES` numbers.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jaxtyping import Float, Int, UInt
+
+from jaxpruner.engine import order, search, warm_start
+from jaxpruner.engine.leaves import Group, flat_index, vary
+from jaxpruner.engine.search import COUNT, PROBES
+
+COPIED = 1 << 15  # scores of a leaf that is always copied: 128 kB of keys
+SAMPLED = 1 << 18  # scores of a segment whose passes cost more than a sample
+SAMPLE = 1 << 10
+BRANCHES = 1 << 3
+_LAST = np.uint32(np.iinfo(np.uint32).max)
+
+
+def find_thresholds(
+  group: Group,
+  keep: UInt[Array, " segments"],
+  hint: Float[Array, "leaves 3"] | None,
+  is_sharded: bool,
+) -> search.Found:
+  """Find the thresholds of all segments.
+
+  Args:
+    group: the leaves.
+    keep: how many to keep of each segment.
+    hint: where thresholds were, or None.
+    is_sharded: whether leaves may be spread over devices.
+
+  Returns:
+    The thresholds. With a hint, the search takes the same path on any number of
+    devices.
+  """
+  sizes, anchor = group.segment_sizes, (group.leaves, keep)
+  if hint is not None:
+    guess = warm_start.guess(hint, group.dtype)
+  elif sizes.max() > SAMPLED and not is_sharded:
+    guess = _sample(group, keep)
+  else:
+    guess = search.even_guess(group.dtype)
+    guess = jnp.broadcast_to(guess, (len(sizes), guess.size))
+  begin = lambda ones, size, keys: search.start(
+    ones, size, keys, group.dtype
+  ).pack()
+  table = jax.vmap(begin)(keep, jnp.asarray(sizes, COUNT), guess)
+  table, number = vary(table, anchor), len(group.leaves)
+  count_leaf = counter(group, is_sharded, None)
+  if jnp.dtype(group.dtype).itemsize <= 2:
+    # Keys of 16 bits are compared as such, twice as many at once as indices.
+    cases = [counter(group, is_sharded, by) for by in (False, True)]
+    count_leaf = lambda leaf, packed: lax.switch(
+      search.State.unpack(packed).by_index.astype(jnp.int32),
+      cases,
+      leaf,
+      packed,
+    )
+
+  def count_all(packed: Array) -> Array:
+    add = lambda leaf, sums: sums + count_leaf(leaf, packed)
+    zeros = vary(jnp.zeros(PROBES, COUNT), (packed, anchor))
+    return lax.fori_loop(0, number, add, zeros)
+
+  def one_leaf(leaf: Array, table: Array) -> Array:
+    packed = lax.dynamic_index_in_dim(table, leaf, keepdims=False)
+    packed = search.search(packed, functools.partial(count_leaf, leaf))
+    return lax.dynamic_update_index_in_dim(table, packed, leaf, 0)
+
+  if number == 1:
+    count = _in_loop(functools.partial(count_leaf, 0), anchor)
+    table = search.search(table[0], count)[None]
+  elif group.together:
+    table = search.search(table[0], count_all)[None]
+  else:
+    table = lax.fori_loop(0, number, one_leaf, table)
+  return search.found(table, group.dtype)
+
+
+def _in_loop(count: search.Count, anchor: Any) -> search.Count:
+  """Return the count, guarded against being moved out of the loop.
+
+  What XLA does: it moves what no pass changes, the keys, out of the loop and
+  stores them. What we do: a conditional in the loop, out of which nothing is
+  moved; a `switch` over leaves is one. What it saves: 4 bytes per weight. When
+  it can go: when that motion weighs memory against arithmetic.
+  """
+
+  def guarded(packed: Array) -> Array:
+    skip = lambda packed: vary(jnp.zeros(PROBES, COUNT), (packed, anchor))
+    run = lambda packed: vary(count(packed), (packed, anchor))
+    return lax.cond(search.State.unpack(packed).done, skip, run, packed)
+
+  return guarded
+
+
+def split(sizes: np.ndarray, is_sharded: bool) -> tuple[list[int], list[int]]:
+  """Return the leaves that are copied before they are counted, and the others.
+
+  What XLA does: it optimizes every leaf's count by itself, in 20 ms or more,
+  even if the kernels are equal. What we do: the keys of small leaves are
+  copied to an array of one length, which one kernel counts. What it saves:
+  half of the time to compile 60 equal leaves. It costs the memory of one such
+  leaf, and at most a pass over padding. When it can go: when XLA does not
+  inline calls.
+  """
+  limit = max(COPIED, int(sizes.sum()) // max(len(sizes), 50))
+  is_small = (sizes <= limit) & (not is_sharded)
+  return np.flatnonzero(is_small).tolist(), np.flatnonzero(~is_small).tolist()
+
+
+def counter(
+  group: Group, is_sharded: bool, by_index: bool | None
+) -> Callable[..., UInt[Array, " probes"]]:
+  """Return `count(leaf, packed)`: how many scores of a leaf reach each probe.
+
+  Args:
+    group: the leaves.
+    is_sharded: whether leaves may be spread over devices.
+    by_index: as in `search.reached`.
+
+  Returns:
+    A function of the traced leaf index and of the packed state of its segment.
+  """
+  small, large = split(group.sizes, is_sharded)
+  length = int(group.sizes[small].max(initial=0))
+  # Of each leaf: its place, small ones first; its offset; its size.
+  facts = np.stack([np.argsort(small + large), group.offsets, group.sizes], 1)
+  facts = facts.astype(np.uint32)
+
+  def copy(place: int) -> Int[Array, " length"]:
+    keys = group.keys(small[place]).reshape(-1)
+    lowest = np.iinfo(keys.dtype).min  # no probe is as low
+    return jnp.pad(keys, (0, length - keys.size), constant_values=lowest)
+
+  def from_copy(packed: Array, fact: Array) -> Array:
+    keys = switch(fact[0], copy, len(small))
+    return _count_leaf(keys, packed, fact[1], fact[2], by_index)
+
+  def large_leaf(place: int, packed: Array, fact: Array) -> Array:
+    keys = group.keys(large[place])
+    if not is_sharded:
+      return _count_leaf(keys, packed, fact[1], None, by_index)
+    index = flat_index(keys.shape) + fact[1]
+    return search.reached(keys, index, packed, by_index, None)
+
+  def in_place(packed: Array, fact: Array) -> Array:
+    place = fact[0] - np.uint32(len(small))
+    return switch(place, large_leaf, len(large), packed, fact)
+
+  def count(leaf: Any, packed: Array) -> Array:
+    table = jnp.asarray(facts)
+    fact = lax.dynamic_index_in_dim(table, leaf, keepdims=False)
+    if not (small and large):
+      return (from_copy if small else in_place)(packed, fact)
+    return lax.cond(fact[0] < len(small), from_copy, in_place, packed, fact)
+
+  return count
+
+
+def switch(
+  leaf: Array, run: Callable[..., Any], number: int, *args: Any
+) -> Any:
+  """Return `run(i, *args)` for the traced leaf index `leaf`.
+
+  What JAX does: it hands every branch the inputs of all, of a hundred leaves
+  ten thousand. What we do: a tree of switches of `BRANCHES`. What it saves:
+  seconds of tracing and lowering for hundreds of leaves. When it can go: when
+  a branch is given only what it reads.
+  """
+  bits = BRANCHES.bit_length() - 1
+
+  def tree(first: int, depth: int) -> Callable[..., Any]:
+    if not depth:
+      return functools.partial(run, first)
+    step = BRANCHES ** (depth - 1)
+    end = min(first + step * BRANCHES, number)
+    branches = [tree(i, depth - 1) for i in range(first, end, step)]
+    branch = (leaf >> np.uint32(bits * (depth - 1))) & np.uint32(BRANCHES - 1)
+    if len(branches) == 1:
+      return branches[0]
+    return lambda *args: lax.switch(branch.astype(np.int32), branches, *args)
+
+  return tree(0, -(-(number - 1).bit_length() // bits))(*args)
+
+
+def _rows(size: int) -> int:
+  """Return in how many rows to see a leaf: threads share them."""
+  if size <= search.ONE_THREAD:
+    return 1
+  near = range(math.isqrt(size), 7, -1)
+  return next((rows for rows in near if size % rows == 0), 1)
+
+
+@functools.partial(jax.jit, static_argnames="by_index")
+def _count_leaf(
+  keys: Int[Array, "..."],
+  packed: Int[Array, " columns"],
+  offset: UInt[Array, ""],
+  size: UInt[Array, ""] | None,
+  by_index: bool | None,
+) -> UInt[Array, " probes"]:
+  """Count how many keys of a leaf reach each probe, on one device.
+
+  Args:
+    keys: the keys of the leaf, perhaps padded.
+    packed: the packed state of its segment.
+    offset: the index in the segment at which the leaf starts.
+    size: of the leaf without its padding, if it is padded.
+    by_index: as in `search.reached`.
+  """
+  rows = _rows(keys.size)
+  keys = keys.reshape(rows, -1) if rows > 1 else keys.reshape(-1)
+  index = flat_index(keys.shape)
+  if size is None:
+    index += offset
+  else:  # padding gets an index whose key is below all probes
+    index = jnp.where(index < size, index + offset, _LAST)
+  is_narrow = keys.dtype.itemsize <= 2 and keys.shape[-1] < 1 << 16
+  word = jnp.uint16 if is_narrow else COUNT
+  return search.reached(keys, index, packed, by_index, word)
+
+
+def _sample(
+  group: Group, keep: UInt[Array, " segments"]
+) -> Int[Array, "segments probes-2"]:
+  """Return keys around the threshold of a sample."""
+  sizes = group.segment_sizes
+  wanted = max(SAMPLE, 2 * math.isqrt(int(sizes.mean())))
+  strides = np.maximum(sizes // wanted, 1)
+  strides = np.broadcast_to(strides, len(group.leaves))
+  kind = order.search_dtype(group.dtype)
+  parts = [
+    group.keys(i).reshape(-1)[:: int(stride)].astype(kind)
+    for i, stride in enumerate(strides)
+  ]
+  parts = [jnp.concatenate(parts)] if group.together else parts
+  taken = np.array([part.size for part in parts], np.float32)
+  lowest = order.bounds(group.dtype)[0]
+  pad = lambda x: jnp.pad(x, (0, width - x.size), constant_values=lowest)
+  width = max(part.size for part in parts)
+  sample = jnp.sort(jnp.stack([pad(part) for part in parts]), 1)
+  share = keep.astype(jnp.float32) / sizes.astype(np.float32)
+  # The threshold lies within 3.5 standard deviations, as good as always.
+  spread = 3.5 * jnp.sqrt(taken * share * (1 - share)) + 2
+  ranks = (share * taken)[:, None] + spread[:, None] * np.array(
+    [1, -1], np.float32
+  )
+  # Ranks are from the top.
+  place = width - jnp.clip(ranks, 1, taken[:, None])
+  ends = jnp.take_along_axis(
+    sample, place.astype(np.int32), 1, mode="promise_in_bounds"
+  )
+  low, high = ends[:, :1], ends[:, 1:]
+  unsigned = jnp.dtype(f"uint{8 * kind.itemsize}")
+  gap = lax.bitcast_convert_type(high - low, unsigned)
+  step = search.fraction(gap, _FIRST)
+  step = jnp.maximum(step, np.arange(_FIRST.size).astype(unsigned))
+  return low + lax.bitcast_convert_type(step, kind)
+
+
+# Where the first probes go between the two ends: closer where the threshold is
+# likelier.
+_FIRST = np.array([0, 0.37, 0.63, 1], np.float32)

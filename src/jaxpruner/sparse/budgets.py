@@ -1,0 +1,346 @@
+"""Prune coupled groups to a budget: weights, operations, bytes or time."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxpruner import _leaves
+from jaxpruner import program as _program
+from jaxpruner.sparse import _choose, _groups
+from jaxpruner.sparse._dims import Dim, Dims
+from jaxpruner.sparse.shrinking import Shrunk, shrink
+
+SCORES = ("magnitude", "taylor", "activations")
+
+
+class Group(NamedTuple):
+  """A dimension of the model that became smaller.
+
+  Attributes:
+    name: a weight that makes it, and the axis.
+    before: its length in the given model.
+    after: its length in the smaller model.
+
+  Example:
+    >>> Group("up[1]", 64, 48).after
+    48
+  """
+
+  name: str
+  before: int
+  after: int
+
+
+@dataclasses.dataclass(frozen=True)
+class PrunedTo:
+  """A model pruned to a budget, the result of `prune_to`.
+
+  Attributes:
+    params: the given parameters, with zeros in the place of what was removed.
+    masks: 1 = kept, a tree like `params`.
+    small: the smaller dense model, as `shrink` returns it.
+    groups: the dimensions that became smaller.
+    fixed: the number of dimensions that could not become smaller.
+    kind: "params", "flops", "bytes" or "latency".
+    wanted: the fraction that was asked for.
+    reached: the fraction that is left, counted (for latency, measured) on the
+      smaller model.
+
+  Example:
+    >>> import numpy as np
+    >>> rng = np.random.default_rng(0)
+    >>> params = {"up": rng.normal(size=(8, 32)), "down": np.ones((32, 4))}
+    >>> mlp = lambda p, x: (x @ p["up"]) @ p["down"]
+    >>> pruned = prune_to(mlp, params, np.ones((1, 8)), params=0.5)
+    >>> pruned.groups, pruned.reached
+    ([Group(name='up[1]', before=32, after=16)], 0.5)
+  """
+
+  params: Any
+  masks: Any
+  small: Shrunk
+  groups: list[Group]
+  fixed: int
+  kind: str
+  wanted: float
+  reached: float
+
+  def __str__(self) -> str:
+    lines = [f"{g.name}: {g.before} -> {g.after}" for g in self.groups]
+    lines.append(
+      f"{self.kind}: {self.reached:.1%} left, {self.wanted:.1%} asked for; "
+      f"{self.fixed} dimensions cannot become smaller"
+    )
+    return "\n".join(lines)
+
+
+def prune_to(
+  apply_fn: Callable[..., Any],
+  weights: Any,
+  /,
+  *example_inputs: Any,
+  params: float | None = None,
+  flops: float | None = None,
+  bytes: float | None = None,
+  latency: float | None = None,
+  scores: str = "magnitude",
+  grads: Any = None,
+  filter_fn: Callable[[tuple[str, ...], Any], bool] | None = None,
+  least: float = 0.1,
+) -> PrunedTo:
+  """Remove whole channels, neurons and heads until a budget is met.
+
+  Which slices belong together is found from the traced program, as `shrink`
+  finds it: a neuron with its bias, its norm and the next layer's row; a
+  residual channel with all its partners; a head with its query, key, value and
+  output, grouped heads and fused projections whole. Each such group has one
+  score, the sum over its weights. The groups of lowest score are removed, from
+  all layers, until the budget is met.
+
+  Args:
+    apply_fn: `apply_fn(weights, *inputs)`, the forward pass.
+    weights: its parameters, any pytree; batch statistics belong here too.
+    *example_inputs: inputs, or their shapes (real ones for activations).
+    params: the fraction of the weights that may remain.
+    flops: the fraction of the operations of all products.
+    bytes: the fraction of the bytes of the parameters.
+    latency: the fraction of the time of one call, measured here. Exactly
+      one of these four is given.
+    scores: "magnitude" (sum of squares), "taylor" (|sum of weight times
+      gradient|; needs `grads`) or "activations" (norm of the activations times
+      norm of the weights that they meet, on the example inputs).
+    grads: gradients of the loss, a tree like `weights`, for "taylor".
+    filter_fn: `(names, param) -> bool`; a group is removed only if it is true
+      for all parameters that the group is part of.
+    least: the fraction of every dimension that stays.
+
+  Returns:
+    The pruned parameters, their masks, and the smaller model in `small`.
+
+  Raises:
+    ValueError: if the budget cannot be met within 1 %.
+
+  Example:
+    >>> import jax.numpy as jnp, numpy as np
+    >>> rng = np.random.default_rng(0)
+    >>> params = {"up": rng.normal(size=(8, 32)), "down": np.ones((32, 4))}
+    >>> mlp = lambda p, x: jnp.tanh(x @ p["up"]) @ p["down"]
+    >>> pruned = prune_to(mlp, params, np.ones((1, 8)), params=0.5)
+    >>> print(pruned)
+    up[1]: 32 -> 16
+    params: 50.0% left, 50.0% asked for; 2 dimensions cannot become smaller
+    >>> pruned.small.params["up"].shape
+    (8, 16)
+
+  Papers: the groups follow DepGraph (Fang et al., 2023); scores by activations
+    are those of FASP (2025) and Minitron (Muralidharan et al., 2024), by
+    gradients those of Molchanov et al. (2019).
+  """
+  kind, fraction = _budget(
+    params=params, flops=flops, bytes=bytes, latency=latency
+  )
+  if not 0 <= least < 1:
+    raise ValueError(f"least={least} must be at least 0 and below 1")
+  if scores not in SCORES:
+    raise ValueError(f"scores={scores!r} must be one of {', '.join(SCORES)}")
+  traced, treedef = _trace(apply_fn, weights, example_inputs)
+  every = dict.fromkeys(d for v in traced.values for d in traced.dims.flat(v))
+  dims = _chosen(traced, weights, filter_fn)
+  if not dims:
+    raise ValueError(
+      "no group of slices can be removed from this function: every axis of "
+      "its parameters is an input, an output, or needed whole"
+      + (", or left out by filter_fn" if filter_fn else "")
+    )
+  ranked = _scores(traced, dims, scores, weights, grads, example_inputs)
+  make = _Maker(apply_fn, weights, example_inputs, traced, treedef, ranked)
+  if kind == "latency":
+    keep, small, reached = make.to_latency(fraction, least)
+  else:
+    cost = _cost(traced, kind)
+    keep = _groups.plan(cost, ranked, fraction, least)
+    small = make.small(keep)
+    reached = _reached(cost, keep)
+    if abs(reached - fraction) > 0.01:
+      raise ValueError(
+        f"{kind}={fraction}: {reached:.1%} is as near as removing whole "
+        f"groups comes with least={least}; ask for another fraction, lower "
+        "`least`, or let filter_fn take more"
+      )
+  masks = make.masks(keep)
+  return PrunedTo(
+    params=make.masked(keep),
+    masks=masks,
+    small=small,
+    groups=[
+      Group(traced.name(d), d.size, int(k.sum()))
+      for d, k in keep.items()
+      if not k.all()
+    ],
+    fixed=len(every) - len(dims),
+    kind=kind,
+    wanted=fraction,
+    reached=reached,
+  )
+
+
+def _budget(**given: float | None) -> tuple[str, float]:
+  """Return the one budget that is given."""
+  found = [(k, v) for k, v in given.items() if v is not None]
+  if len(found) != 1:
+    names = ", ".join(given)
+    raise ValueError(f"give exactly one of {names}; {len(found)} are given")
+  kind, fraction = found[0]
+  if not 0 < fraction < 1:
+    raise ValueError(
+      f"{kind}={fraction} must be above 0 and below 1: the fraction that "
+      "remains"
+    )
+  return kind, fraction
+
+
+def _trace(
+  apply_fn: Callable[..., Any], params: Any, inputs: Sequence[Any]
+) -> tuple[_groups.Traced, Any]:
+  named, treedef = _leaves.flatten_with_names(params)
+  values = [np.asarray(jax.numpy.asarray(leaf)) for _, leaf in named]
+  shapes = treedef.unflatten(
+    [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in values]
+  )
+  program = _program.trace(apply_fn, shapes, *inputs)
+  variables = program.inputs[: len(values)]
+  traced = _groups.Traced(
+    program,
+    Dims(program, len(values)),
+    dict(zip(variables, values, strict=True)),
+    {
+      v: _leaves.join(names)
+      for v, (names, _) in zip(variables, named, strict=True)
+    },
+  )
+  return traced, treedef
+
+
+def _chosen(traced: _groups.Traced, params: Any, filter_fn: Any) -> list[Dim]:
+  """Return the dims that can become smaller and that the filter takes."""
+  dims = traced.removable()
+  if filter_fn is None:
+    return dims
+  named, _ = _leaves.flatten_with_names(params)
+  left_out = {
+    dim
+    for v, (names, leaf) in zip(traced.values, named, strict=True)
+    if not filter_fn(names, leaf)
+    for dim in traced.dims.flat(v)
+  }
+  return [d for d in dims if d not in left_out]
+
+
+def _scores(
+  traced: _groups.Traced,
+  dims: list[Dim],
+  scores: str,
+  params: Any,
+  grads: Any,
+  inputs: Sequence[Any],
+) -> dict[Dim, np.ndarray]:
+  """Return a score for each group, comparable between dims."""
+  values = traced.values
+  if scores == "activations":
+    flat = jax.tree.leaves(inputs)
+    if any(isinstance(x, jax.ShapeDtypeStruct) for x in flat):
+      raise ValueError(
+        'scores="activations" needs example inputs with numbers, not shapes'
+      )
+    found = _groups.activation_scores(traced, dims, flat)
+  elif scores == "taylor":
+    if grads is None:
+      raise ValueError('scores="taylor" needs grads, a tree like the weights')
+    leaves = _leaves.align(params, grads)
+    products = {
+      v: x.astype(np.float64) * (0.0 if g is None else np.asarray(g))
+      for (v, x), g in zip(values.items(), leaves, strict=True)
+    }
+    found = _groups.weight_scores(traced, dims, products)
+    found = {d: np.abs(s) for d, s in found.items()}
+  else:
+    squares = {v: np.square(x.astype(np.float64)) for v, x in values.items()}
+    found = _groups.weight_scores(traced, dims, squares)
+  for dim, score in found.items():
+    if not np.isfinite(score).all():
+      raise ValueError(
+        f"{traced.name(dim)}: {int((~np.isfinite(score)).sum())} scores are "
+        "not finite; look for NaN in params, grads or inputs"
+      )
+  return _groups.relative(found)
+
+
+def _cost(traced: _groups.Traced, kind: str) -> _groups.Cost:
+  if kind == "flops":
+    return _groups.flops_cost(traced)
+  per_weight = {
+    "params": lambda _: 1.0,
+    "bytes": lambda d: np.dtype(d).itemsize,
+  }
+  return _groups.size_cost(traced, per_weight[kind])
+
+
+def _reached(cost: _groups.Cost, keep: Mapping[Dim, np.ndarray]) -> float:
+  return cost.total({d: int(k.sum()) for d, k in keep.items()}) / cost.total({})
+
+
+@dataclasses.dataclass(frozen=True)
+class _Maker:
+  """Makes the smaller model of a choice."""
+
+  apply_fn: Callable[..., Any]
+  params: Any
+  inputs: Sequence[Any]
+  traced: _groups.Traced
+  treedef: Any
+  scores: dict[Dim, np.ndarray]
+
+  def masks(self, keep: Mapping[Dim, np.ndarray]) -> Any:
+    return self.treedef.unflatten(
+      [self.traced.mask(v, keep) for v in self.traced.values]
+    )
+
+  def masked(self, keep: Mapping[Dim, np.ndarray]) -> Any:
+    return self.treedef.unflatten([
+      jax.numpy.where(self.traced.mask(v, keep), x, 0).astype(x.dtype)
+      for v, x in self.traced.values.items()
+    ])  # fmt: skip
+
+  def small(self, keep: Mapping[Dim, np.ndarray]) -> Shrunk:
+    return shrink(self.apply_fn, self.masked(keep), *self.inputs)
+
+  def to_latency(
+    self, fraction: float, least: float
+  ) -> tuple[dict[Dim, np.ndarray], Shrunk, float]:
+    """Find the fraction of operations that takes the wanted time."""
+    cost = _groups.flops_cost(self.traced)
+    zeros = jax.tree.map(_choose.concrete, tuple(self.inputs))
+    dense = jax.jit(self.apply_fn)
+    low, high = 0.0, 1.0
+    best: tuple[float, Any, Any, float] | None = None
+    for _ in range(6):
+      middle = fraction if best is None else (low + high) / 2
+      keep = _groups.plan(cost, self.scores, middle, least)
+      small = self.small(keep)
+      fast = jax.jit(small.fn)
+      times = _choose.measure({
+        "whole": lambda: dense(self.params, *zeros),
+        "small": lambda fast=fast, small=small: fast(small.params, *zeros),
+      })  # fmt: skip
+      reached = times["small"] / times["whole"]
+      found = (abs(reached - fraction), keep, small, reached)
+      if best is None or found[0] < best[0]:
+        best = found
+      if best[0] <= 0.01:
+        break
+      low, high = (low, middle) if reached > fraction else (middle, high)
+    assert best is not None
+    return best[1], best[2], best[3]

@@ -1,0 +1,34 @@
+"""compressed-tensors reads the folders that are written in its layout."""
+
+import json
+
+import pytest
+
+# Releases from 0.15 on have dropped the sparse compressors.
+peer = pytest.importorskip("compressed_tensors.compressors.sparse_compressors")
+config = pytest.importorskip("compressed_tensors.config")
+
+import hub_models
+import numpy as np
+
+from jaxpruner import cli
+from jaxpruner.post_training import models
+
+
+@pytest.mark.parametrize("kind", [["--sparsity", "0.5"], ["--type", "2:4"]])
+def test_folders_decompress_to_the_same_weights(tmp_path, kind):
+  old, new = tmp_path / "old", tmp_path / "new"
+  hub_models.write_folder(old, "llama2")
+  args = ["prune", old, *kind, "--layout", "sparse-bitmask", "-o", new]
+  assert cli.main([str(a) for a in args]) == 0
+  about = json.loads((new / "config.json").read_text())
+  about = about["quantization_config"]["sparsity_config"]
+  parsed = config.SparsityCompressionConfig.load_from_registry(
+    about["format"], **about
+  )
+  reader = peer.BitmaskCompressor(config=parsed)
+  found = {name: array.numpy() for name, array in reader.decompress(str(new))}
+  ours = models.load_folder(new).params
+  assert found.keys() == ours.keys()
+  for name, array in ours.items():
+    np.testing.assert_array_equal(found[name], array)
