@@ -112,7 +112,7 @@ def test_held_out_variations_are_in_no_training_problem():
 
 
 def test_an_answer_is_right_if_all_its_tokens_are():
-  task = tasks.make_task("addition", {"digits": 1})
+  task = tasks.make_task("addition", {"digits": 2})
   rows = jnp.asarray(task.load()["test"][:20])
 
   class Oracle(type(task)):
@@ -120,7 +120,9 @@ def test_an_answer_is_right_if_all_its_tokens_are():
       told = jax.nn.one_hot(rows[:, 1:], self.vocabulary)
       return told.at[0, 3:].set(0) if params else told
 
-  oracle = Oracle(digits=1)
+  with pytest.raises(ValueError, match="at least 2"):
+    tasks.make_task("addition", {"digits": 1}).load()
+  oracle = Oracle(digits=2)
   assert float(oracle.right(None, rows)) == 1
   assert float(oracle.right({"w": 1}, rows)) == pytest.approx(0.95)
 

@@ -38,6 +38,10 @@ class Addition(sequences.Sequences):
     return 3 * longest + 4  # two numbers, the sum, and three signs
 
   def tokens(self) -> dict[str, list[list[int]]]:
+    if self.digits < 2:
+      raise ValueError(
+        f"digits={self.digits}: need at least 2; there are few shorter sums"
+      )
     rng = np.random.default_rng(0)
     kept: dict[tuple[int, int], None] = {}
     while len(kept) < TEST:
