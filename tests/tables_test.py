@@ -197,11 +197,16 @@ def test_a_schedule_takes_traced_steps_and_is_written(name):
   assert float(level(40)) == 0.5
 
 
+# The default stride is that of a TPU's registers: 128 rows, more than W has.
+FORMAT_OPTIONS = {"strided_nm": {"n": 4, "m": 4, "stride": 4}}
+
+
 @every("format")
 def test_a_format_packs_multiplies_and_is_differentiated(name):
   name, cls = entry("format", name)
   mask = np.asarray(jaxpruner.NByM(2, 4).mask(jnp.abs(W), 0.5))
-  packed = sparse.pack(W, mask, format=name)
+  options = FORMAT_OPTIONS.get(name, {})
+  packed = sparse.pack(W, mask, format=name, **options)
   x = jnp.asarray(RNG.normal(size=(3, 16)), jnp.float32)
   dense = jnp.where(mask, W, 0)
   if not jnp.issubdtype(packed.values.dtype, jnp.floating):
