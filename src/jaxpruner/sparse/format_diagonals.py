@@ -73,9 +73,7 @@ class Diagonals(formats.SparseMatrix):
     return row, jnp.broadcast_to(col, row.shape), row < self.shape[0]
 
   def matmul(self, x: jax.Array) -> jax.Array:
-    dtype = jnp.result_type(x, self.values)
-    w = self.with_values(self.values.astype(dtype))
-    return kernels.product(x.astype(dtype), w)
+    return kernels.promoted_product(x, self)
 
   def product(
     self, x: jax.Array, back: bool, platform: str | None = None

@@ -92,9 +92,7 @@ class StridedNM(formats.SparseMatrix):
     return jnp.stack(slabs, axis=1).reshape(self.shape)
 
   def matmul(self, x: jax.Array) -> jax.Array:
-    dtype = jnp.result_type(x, self.values)
-    w = self.with_values(self.values.astype(dtype))
-    return kernels.product(x.astype(dtype), w)
+    return kernels.promoted_product(x, self)
 
   def product(
     self, x: jax.Array, back: bool, platform: str | None = None

@@ -156,6 +156,13 @@ def product(x: jax.Array, w: SparseMatrix, back: bool = False) -> jax.Array:
   return _product_p.bind(x, *arrays, form=form, back=back)
 
 
+def promoted_product(x: jax.Array, w: SparseMatrix) -> jax.Array:
+  """Return x @ w in the common dtype, by the product of the format itself."""
+  dtype = jnp.result_type(x, w.values)
+  w = w.with_values(w.values.astype(dtype))
+  return product(x.astype(dtype), w)
+
+
 def _shape(x, *arrays, form, back):
   w = form.unflatten(arrays)
   return x.update(shape=(*x.shape[:-1], w.shape[not back]))
