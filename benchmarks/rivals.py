@@ -53,6 +53,8 @@ def onnxruntime(weight: np.ndarray, x: np.ndarray) -> Callable[[], Any]:
   import onnxruntime as ort
 
   options = ort.SessionOptions()
+  # Its idle threads would spin on the cores while the others are timed.
+  options.add_session_config_entry("session.intra_op.allow_spinning", "0")
   options.log_severity_level = 3
   session = ort.InferenceSession(
     onnx_bytes(weight, len(x)), options, providers=["CPUExecutionProvider"]
