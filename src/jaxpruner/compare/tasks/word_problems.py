@@ -10,7 +10,7 @@ the exact match on these is `varied`. The metric is the exact match on new
 fillings of trained variations.
 Model: 2 pre-norm blocks of width 64 with 4 heads; ERK, embeddings dense.
 Command: `jaxpruner compare --task word-problems --question limits`.
-Number: dense 88 %, `varied` 60 % (one seed).
+Number: dense 88.1 %, `varied` 74.6 % (one seed).
 """
 
 import dataclasses
