@@ -220,7 +220,7 @@ def test_the_recipe_of_the_papers_table_ends_exactly_sparse(algorithm):
   bindings = [f'ALGORITHM = "{algorithm}"']
   gin.clear_config()
   gin_utils.parse_gin_flags([folder], ["t5_base_pruner.gin"], bindings)
-  named = gin.query_parameter("sparse.sparse_optimizer.pruner_config")
+  named = gin.query_parameter("sparse_optimizer.pruner_config")
   published = {key: getattr(x, "name", x) for key, x in named.items()}
   row = paper.pruner_config("t5_base", "magnitude")
   assert published["sparsity"] == row["sparsity"]
