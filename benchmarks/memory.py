@@ -332,8 +332,8 @@ def section(rows):
     "`sparse.pack`. BCOO multiplies every kept weight by every row before it "
     "adds: it is\nleft out where one product would take more than 4 GB, and on "
     "the ViT above batch 1,\nto keep the run short: that case was not "
-    "measured. Activations are in all figures:\nthey bring large batches together.\n\n"
-    + page.table(head, lines)
+    "measured. Activations are in all figures:\nthey bring large batches "
+    "together.\n\n" + page.table(head, lines)
   )
 
 
