@@ -1,6 +1,7 @@
 """The `jaxpruner` command: a table of subcommands, each imported on use."""
 
 import argparse
+import errno
 import importlib
 import os
 import signal
@@ -76,13 +77,28 @@ def main(argv: Sequence[str] | None = None) -> int:
   args = parser.parse_args(argv)
   try:
     code = args.run(args)
-    sys.stdout.flush()
-  except BrokenPipeError:
-    # The reader, such as `head`, has seen enough. What is still buffered goes
-    # nowhere, so that Python's own flush at exit does not raise again.
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 128 + signal.SIGPIPE
+    if sys.stdout is not None:  # closed before the start, as by `>&-`
+      sys.stdout.flush()
+  except OSError as error:
+    if error.filename is not None or error.errno not in _NO_OUTPUT:
+      raise
+    # What is still buffered goes nowhere, so that Python's own flush at exit
+    # does not raise again.
+    if sys.stdout is not None:
+      os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if error.errno == errno.EPIPE:
+      return 128 + signal.SIGPIPE
+    print(
+      f"jaxpruner: {error.strerror}; free some space where the output goes, "
+      "and run the command again",
+      file=sys.stderr,
+    )
+    return 1
   return code
+
+
+# The reader, such as `head`, has seen enough; the disk behind a `>` is full.
+_NO_OUTPUT = (errno.EPIPE, errno.ENOSPC)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,8 @@ import json
 import os
 import stat
 import struct
+import subprocess
+import sys
 
 import jax.numpy as jnp
 import numpy as np
@@ -191,3 +193,19 @@ def test_timings_of_another_version_are_measured_anew(monkeypatch, tmp_path):
   assert accelerate(path) == 2
   monkeypatch.setattr(_choose, "_machine", lambda: ("another",))
   assert accelerate(path) == 2
+
+
+def test_a_closed_output_is_no_error():
+  words = [sys.executable, "-m", "jaxpruner", "data"]
+  command = [*("sh", "-c", 'exec "$@" >&-', "sh"), *words]
+  done = subprocess.run(command, capture_output=True, text=True)
+  assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
+def test_an_output_on_a_full_disk_is_told_in_words():
+  words = [sys.executable, "-m", "jaxpruner", "data"]
+  with open("/dev/full", "w") as full:
+    done = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True)
+  assert done.returncode == 1
+  assert "No space left" in done.stderr and "Traceback" not in done.stderr
