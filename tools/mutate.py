@@ -31,6 +31,8 @@ from typing import Any, NamedTuple, NoReturn
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+# Most programs of the tests are those of the last mutation: keep every one.
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
 # Imported for the forks, which inherit them.
 import jax.numpy  # noqa: F401
@@ -79,7 +81,10 @@ ROOMS = {
       "tests/bad_input_test.py",
     ],
   ),
-  "trainers": (["algorithms/sparse_trainers.py"], ["tests/algorithms"]),
+  "trainers": (
+    ["algorithms/sparse_trainers.py"],
+    ["tests/algorithms/dynamic_test.py", "tests/algorithms/trainers_test.py"],
+  ),
 }
 
 _COMPARISONS = {
