@@ -179,7 +179,8 @@ def test_columns_of_low_priority_give_way_first():
   names = lambda width: [
     c.name for c in columns.fitting(columns.COLUMNS, lambda _: 10, width)
   ]
-  assert names(150) == [c.name for c in columns.COLUMNS]
+  assert names(170) == [c.name for c in columns.COLUMNS]
+  assert set(names(170)) - set(names(150)) == {"step time", "train memory"}
   assert set(names(150)) - set(names(140)) == {"95 % interval"}
   assert names(0) == ["algorithm", "metric", "vs dense", "sparsity"]
 

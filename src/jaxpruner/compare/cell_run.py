@@ -120,6 +120,8 @@ def run_cell(
     **outcomes.sizes_of(params, masks),
     **outcomes.costs_of_masks(flops, spent, task, masks),
     seconds=done.spent + time.perf_counter() - began,
+    step_seconds=done.step_seconds,
+    training_bytes=_held_bytes(done.carry, settings.seeds),
     notes=[f"{name} stays dense: {why}" for name, why in dense.items()],
     batches=f"{done.checksum:08x}" if stream and run.rounds == 1 else "",
   )
@@ -132,6 +134,12 @@ def run_cell(
     outcomes.first_seed(params, masks, state),
     every,
   )
+
+
+def _held_bytes(carry: training.Carry, seeds: int) -> int:
+  """Return the bytes of weights and optimizer state of one seed."""
+  held = (carry.params, carry.opt_state)
+  return sum(x.nbytes for x in jax.tree.leaves(held)) // seeds
 
 
 def _rewound(opt_state: PyTree, cell: Cell) -> PyTree:
@@ -162,6 +170,7 @@ class _Progress(NamedTuple):
   spent: float  # seconds of earlier, interrupted processes
   cost: float  # FLOPs
   checksum: int  # of the batches of a streamed task
+  step_seconds: float = 0.0  # the least of all chunks but the first, per seed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,12 +207,18 @@ class _Run:
   ) -> _Progress:
     """Train to the end, from the checkpoint if there is one."""
     at = self._resume(checkpoint)
-    saved_at = time.perf_counter()
+    saved_at = chunk_began = time.perf_counter()
+    compiled = False
     for carry, first, losses, taken, checksum in self._chunks(at):
       count = min(self.length, self.steps - first)
       chunk = outcomes.chunk_of(
         self.cell, self.steps, first, count, losses, taken
       )
+      seeds = self.keys.shape[0]
+      each_step = (time.perf_counter() - chunk_began) / (count * seeds)
+      # The first chunk compiles; interruptions only add time.
+      least = min(at.step_seconds or each_step, each_step) if compiled else 0.0
+      compiled = True
       each = costs_of(self.cell).gradients_per_step * outcomes.step_cost(
         self.flops, taken
       )
@@ -212,6 +227,7 @@ class _Run:
         first=first + count,
         cost=at.cost + count * each,
         checksum=checksum,
+        step_seconds=least,
       )
       emit(chunk)
       now = time.perf_counter()
@@ -219,6 +235,7 @@ class _Run:
         progress = [at.first, at.spent + now - began, at.cost, at.checksum]
         checkpoint.save(stored_carry.arrays_of(carry, progress))
         saved_at = now
+      chunk_began = time.perf_counter()
     return at
 
   def _chunks(self, at: _Progress) -> Iterator[tuple]:

@@ -81,6 +81,12 @@ COLUMNS = (
   Column(
     "train FLOPs", lambda row: _optional(row.training_flops, "{:.2f}×"), 5
   ),
+  Column("step time", lambda row: _optional(row.step_time, "{:.2f}×"), 0),
+  Column(
+    "train memory",
+    lambda row: _optional(row.training_memory, "{:.2f}×"),
+    0,
+  ),
   Column(
     "infer FLOPs", lambda row: _optional(row.inference_flops, "{:.2f}×"), 8
   ),

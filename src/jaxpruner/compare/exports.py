@@ -14,7 +14,7 @@ HEADER: Sequence[str] = (
   "task sparsity group algorithm structure distribution options metric mean "
   "std low high difference difference_low difference_high realised "
   "training_flops inference_flops bytes weights noise_accuracy ece latency "
-  "seconds collapsed notes problem"
+  "seconds step_time training_memory collapsed notes problem"
 ).split()
 
 

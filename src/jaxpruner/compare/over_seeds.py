@@ -21,7 +21,7 @@ class Training(NamedTuple):
   final: Callable[[Any], PyTree]
 
 
-def _once(fn: Callable[..., Any]) -> Callable[..., Any]:
+def once(fn: Callable[..., Any]) -> Callable[..., Any]:
   """Compile for one call: on a CPU, save compile time instead of run time."""
   cheap = {"xla_backend_optimization_level": 0}
   options = cheap if jax.default_backend() == "cpu" else None
@@ -63,9 +63,9 @@ def over_seeds(
   # rounds as that fusion does. What we do: a program of its own. What it saves:
   # all algorithms start from the same weights, to the last bit. When it can go:
   # when fusions round as single operations do.
-  init_all = _once(lambda keys: over(seed.init, ((0,), 0))(keys))
+  init_all = once(lambda keys: over(seed.init, ((0,), 0))(keys))
 
-  @_once
+  @once
   def start_all(params, keys, data, batches, given):
     one = lambda params, key, batch, given: seed.start(
       params, key, data, batch, given
@@ -85,7 +85,7 @@ def over_seeds(
   return Training(
     begin,
     jax.jit(train_all, static_argnums=5, donate_argnums=0),
-    _once(lambda carry: over(seed.snapshot, ((axes,), (axes, 0)))(carry)),
+    once(lambda carry: over(seed.snapshot, ((axes,), (axes, 0)))(carry)),
     jax.jit(lambda carry: over(seed.final, ((axes,), 0))(carry)),
   )
 

@@ -161,6 +161,9 @@ class Record(Stored):
     training_flops_dense: those of the dense network.
     density: per leaf, the fraction of weights kept.
     seconds: wall time, including compilation.
+    step_seconds: measured time of a step of one seed; 0 if unknown.
+    training_bytes: the weights and the optimizer's state of one seed between
+      steps, with masks or positions; 0 if unknown.
     collapsed: leaves that lost every weight with at least one seed.
     problem: the reason why the cell is not in the table, or "".
     batches: a checksum of the batches of a streamed task, or "".
@@ -190,6 +193,8 @@ class Record(Stored):
   problem: str = ""
   batches: str = ""
   notes: list[str] = dataclasses.field(default_factory=list)
+  step_seconds: float = 0.0
+  training_bytes: int = 0
 
 
 @dataclasses.dataclass(frozen=True)

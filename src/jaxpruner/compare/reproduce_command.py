@@ -10,7 +10,7 @@ if TYPE_CHECKING:  # imported on use: `--help` needs no JAX
   from jaxpruner.compare import record_files
 
 # What a measurement decides, not the computation.
-MEASURED = ("seconds",)
+MEASURED = ("seconds", "step_seconds")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

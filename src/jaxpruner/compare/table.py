@@ -15,8 +15,8 @@ from jaxpruner.compare.statistics import Estimate
 class TableRow:
   """The results of one algorithm at one sparsity.
 
-  Ratios are relative to the dense network. `latency` and `seconds` are measured
-  times; only they differ when the same comparison runs twice.
+  Ratios are relative to the dense network. `latency`, `seconds` and
+  `step_time` are measured; only they differ when a comparison runs twice.
   """
 
   task: str
@@ -36,6 +36,8 @@ class TableRow:
   ece: Estimate | None = None
   latency: float | None = None
   seconds: float | None = None
+  step_time: float | None = None  # measured, of a training step
+  training_memory: float | None = None  # weights and optimizer state
   collapsed: str = ""  # leaves that lost every weight
   unit: str = ""
   higher_is_better: bool = True
@@ -99,8 +101,23 @@ def rows(path: str, times: bool = True) -> list[TableRow]:
       if times and isinstance(record, Record) and not row.problem:
         ratio = latency[cell.id].ratio if cell.id in latency else None
         row = dataclasses.replace(row, latency=ratio, seconds=record.seconds)
+        row = _with_step(row, record, results.get(cell.dense.id))
       found.append(row)
   return found
+
+
+def _with_step(
+  row: TableRow, record: Record, dense: Record | Failure | None
+) -> TableRow:
+  """Return a row with the measured cost of a training step."""
+  if not isinstance(dense, Record):
+    return row
+  ratio = lambda own, theirs: own / theirs if own and theirs else None
+  return dataclasses.replace(
+    row,
+    step_time=ratio(record.step_seconds, dense.step_seconds),
+    training_memory=ratio(record.training_bytes, dense.training_bytes),
+  )
 
 
 def _structure(cell: Cell) -> str:
@@ -225,6 +242,8 @@ def flat(row: TableRow) -> dict[str, Any]:
     "ece": row.ece.mean if row.ece else None,
     "latency": row.latency,
     "seconds": row.seconds,
+    "step_time": row.step_time,
+    "training_memory": row.training_memory,
     "collapsed": row.collapsed,
     "notes": row.notes,
     "problem": row.problem,

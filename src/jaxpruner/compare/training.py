@@ -85,11 +85,16 @@ def build(
     of them may have several blocks: `train` then returns no snapshot, but the
     sums over its steps that `with_means` adds to one.
   """
-  seed = _Seed(task, updater, _spreader(devices), temperature, distillation)
+  if isinstance(updater, jaxpruner.kept.KeptUpdater):
+    from jaxpruner.compare import kept_training  # it builds on this file
+
+    kept_training.check(task, given, distillation is not None)
+    return kept_training.build(task, updater, data, given)
+  seed = Seed(task, updater, _spreader(devices), temperature, distillation)
   return over_seeds(task, seed, data, batch, given or Given())
 
 
-class _Seed:
+class Seed:
   """The training of one seed; `build` batches and compiles its methods."""
 
   def __init__(
@@ -233,13 +238,16 @@ class _Seed:
       )
     return loss, state
 
+  def _masks(self, carry: Carry) -> PyTree:
+    return _masks_of(carry.params, carry.opt_state)
+
   def snapshot(self, carry: Carry) -> tuple[Carry, Snapshot]:
     """Measure densities, churn and exploration since the last snapshot."""
-    masks = _masks_of(carry.params, carry.opt_state)
+    masks = self._masks(carry)
     flat = jax.tree.leaves(masks)
     size = sum(m.size for m in flat)
     seen = jax.tree.map(jnp.maximum, carry.seen, masks)
-    density, stored = self._densities(carry.opt_state, masks)
+    density, stored = self._densities(carry, masks)
     churn, explored = jnp.zeros([]), jnp.ones([])
     if size:
       old = jax.tree.leaves(carry.masks)
@@ -249,9 +257,9 @@ class _Seed:
     taken = Snapshot(density, stored, density, stored, churn, explored)
     return carry._replace(masks=masks, seen=seen), taken
 
-  def _densities(self, opt_state: PyTree, masks: PyTree) -> tuple[Any, Any]:
+  def _densities(self, carry: Carry, masks: PyTree) -> tuple[Any, Any]:
     """Return, per leaf, the fractions used in the forward pass and trained."""
-    state = jaxpruner.find_state(opt_state)
+    state = jaxpruner.find_state(carry.opt_state)
     flat, treedef = jax.tree.flatten(masks)
     tally = state.tally  # counted at mask updates: no pass over the masks
     density = treedef.unflatten(
@@ -273,8 +281,8 @@ class _Seed:
 
   def _needed(self, carry: Carry, t: jax.Array) -> tuple[Any, Any]:
     """Return the fractions of weights and of gradients that a step needs."""
-    masks = _masks_of(carry.params, carry.opt_state)
-    used, trained = self._densities(carry.opt_state, masks)
+    masks = self._masks(carry)
+    used, trained = self._densities(carry, masks)
     dense = report.needs_dense_gradient(self._updater, t)
     return used, jax.tree.map(lambda d: jnp.where(dense, 1, d), trained)
 
