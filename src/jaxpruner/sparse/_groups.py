@@ -18,7 +18,7 @@ from jaxpruner import program as _program
 from jaxpruner.program import Node, Program, Var
 from jaxpruner.program.primitives import PRODUCTS
 from jaxpruner.sparse._dims import Dim, Dims, complete, is_depthwise, resolve
-from jaxpruner.sparse.shrinking import Choice
+from jaxpruner.sparse._removal import Removal
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Traced:
       v: np.where(self.mask(v, wanted), x, np.zeros((), x.dtype))
       for v, x in self.values.items()
     }
-    kept = Choice(self.program, self.dims, values).keep
+    kept = Removal(self.program, self.dims, values).keep
     return [
       d
       for d, keep in wanted.items()
