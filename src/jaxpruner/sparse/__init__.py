@@ -55,6 +55,7 @@ _MODULES = {
   "static": "formats",
   "to_bcoo": "interchange",
   "to_bcsr": "interchange",
+  "to_semi_structured": "semi_structured",
   "what_is": "checkpoints",
 }
 
