@@ -307,7 +307,7 @@ def weight_scores(
   totals: dict[Dim, Any] = {d: np.zeros(d.size) for d in every}
   for var, array in arrays.items():
     flat = traced.dims.flat(var)
-    if len(flat) < 2:
+    if len(var.shape) < 2:
       continue  # biases and scales are removed along, but do not decide
     units = array.reshape([d.size for d in flat])
     for i, dim in enumerate(flat):
