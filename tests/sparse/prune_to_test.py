@@ -237,3 +237,11 @@ def test_scores_that_are_not_finite_are_named():
   weights = {**MLP, "up": MLP["up"].at[0, 0].set(jnp.nan)}
   with pytest.raises(ValueError, match=r"up\[1\]: 1 scores are not finite"):
     jaxpruner.prune_to(mlp, weights, normal(1, 8), params=0.5)
+
+
+def test_a_neuron_that_is_empty_already_goes_first():
+  weights = {"up": normal(4, 8).at[:, 1].set(0), "down": normal(8, 3)}
+  fn = lambda p, x: jnp.tanh(x @ p["up"]) @ p["down"]
+  pruned = check(fn, weights, normal(2, 4), params=0.5)
+  assert pruned.small.params["up"].shape == (4, 4)
+  assert not np.asarray(pruned.masks["up"])[:, 1].any()

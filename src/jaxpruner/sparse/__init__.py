@@ -38,6 +38,7 @@ _MODULES = {
   "dot_general": "ops",
   "einsum": "ops",
   "from_bcoo": "interchange",
+  "group_lasso": "group_training",
   "kept_entries": "formats",
   "load": "files",
   "load_model": "artifacts",
@@ -48,11 +49,13 @@ _MODULES = {
   "read_metadata": "files",
   "register_format": "formats",
   "register_kernels": "kernels",
+  "remove_small_groups": "group_training",
   "save": "files",
   "shrink": "shrinking",
   "static": "formats",
   "to_bcoo": "interchange",
   "to_bcsr": "interchange",
+  "to_semi_structured": "semi_structured",
   "what_is": "checkpoints",
 }
 

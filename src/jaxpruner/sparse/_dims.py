@@ -9,7 +9,7 @@ the dims along which an index can be taken out of every array at once.
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -95,9 +95,17 @@ def unite(a: Sequence[Dim], b: Sequence[Dim], reason: str) -> None:
 
 
 class Dims:
-  """The dims of every array of a program, and the sums over them."""
+  """The dims of every array of a program, and the sums over them.
 
-  def __init__(self, program: Program, parameters: int):
+  Args:
+    program: the operations.
+    parameters: how many of its inputs are parameters.
+    apart: operations whose operands and results share no dims.
+  """
+
+  def __init__(
+    self, program: Program, parameters: int, apart: Collection[Node] = ()
+  ):
     self.axes: dict[Var, list[Axis]] = {}
     self.sums: list[Sum] = []
     self._joins: list[Join] = []
@@ -105,7 +113,8 @@ class Dims:
       for axis in self.of(var):
         block(axis, "it is an axis of the function's input")
     for node in program.nodes:
-      _RULES.get(node.name, _opaque)(self, node)
+      if node not in apart:
+        _RULES.get(node.name, _opaque)(self, node)
     for var in program.outputs:
       for axis in self.of(var):
         block(axis, "it is an axis of the function's output")

@@ -14,11 +14,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxpruner import _leaves
 from jaxpruner import program as _program
 from jaxpruner.program import Node, Program, Var
 from jaxpruner.program.primitives import PRODUCTS
 from jaxpruner.sparse._dims import Dim, Dims, complete, is_depthwise, resolve
-from jaxpruner.sparse.shrinking import Choice
+from jaxpruner.sparse._removal import Removal
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,11 +52,11 @@ class Traced:
       v: np.where(self.mask(v, wanted), x, np.zeros((), x.dtype))
       for v, x in self.values.items()
     }
-    kept = Choice(self.program, self.dims, values).keep
+    kept = Removal(self.program, self.dims, values).keep
     return [
       d
       for d, keep in wanted.items()
-      if d in kept and np.array_equal(kept[d], np.flatnonzero(keep))
+      if d in kept and keep[kept[d]].all()  # some may have been empty before
     ]
 
   def mask(self, var: Var, keep: Mapping[Dim, np.ndarray]) -> np.ndarray:
@@ -79,6 +80,52 @@ class Traced:
     ]
     _, _, _, name, axis = min(places)
     return f"{name}[{axis}]"
+
+
+def trace(
+  apply_fn: Callable[..., Any], params: Any, inputs: Sequence[Any]
+) -> tuple[Traced, Any]:
+  """Trace a function; return also the structure of its parameters."""
+  named, treedef = _leaves.flatten_with_names(params)
+  values = [np.asarray(jax.numpy.asarray(leaf)) for _, leaf in named]
+  shapes = treedef.unflatten(
+    [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in values]
+  )
+  program = _program.trace(apply_fn, shapes, *inputs)
+  variables = program.inputs[: len(values)]
+  traced = Traced(
+    program,
+    Dims(program, len(values)),
+    dict(zip(variables, values, strict=True)),
+    {
+      v: _leaves.join(names)
+      for v, (names, _) in zip(variables, named, strict=True)
+    },
+  )
+  return traced, treedef
+
+
+def chosen(traced: Traced, params: Any, filter_fn: Any) -> list[Dim]:
+  """Return the dims that can become smaller and that the filter takes.
+
+  Raises:
+    ValueError: if there is none.
+  """
+  named, _ = _leaves.flatten_with_names(params)
+  left_out = {
+    dim
+    for v, (names, leaf) in zip(traced.values, named, strict=True)
+    if filter_fn is not None and not filter_fn(names, leaf)
+    for dim in traced.dims.flat(v)
+  }
+  dims = [d for d in traced.removable() if d not in left_out]
+  if not dims:
+    raise ValueError(
+      "no group of slices can be removed from this function: every axis of "
+      "its parameters is an input, an output, or needed whole"
+      + (", or left out by filter_fn" if filter_fn else "")
+    )
+  return dims
 
 
 def _line(values: np.ndarray, axis: int, ndim: int) -> np.ndarray:
@@ -244,26 +291,35 @@ def _nearby(
 
 
 def weight_scores(
-  traced: Traced, dims: Sequence[Dim], arrays: Mapping[Var, np.ndarray]
-) -> dict[Dim, np.ndarray]:
-  """Add up an array per parameter over the slices of each group."""
+  traced: Traced, dims: Sequence[Dim], arrays: Mapping[Var, Any]
+) -> dict[Dim, Any]:
+  """Add up an array per parameter over the slices of each group.
+
+  Args:
+    traced: the function.
+    dims: the dims of the groups.
+    arrays: one for each parameter, of NumPy or of JAX.
+
+  Returns:
+    For each dim, a sum for each of its indices.
+  """
   every = [*dims, *(s.whole for s in traced.dims.segments)]
-  totals = {d: np.zeros(d.size) for d in every}
+  totals: dict[Dim, Any] = {d: np.zeros(d.size) for d in every}
   for var, array in arrays.items():
     flat = traced.dims.flat(var)
-    if len(flat) < 2:
+    if len(var.shape) < 2:
       continue  # biases and scales are removed along, but do not decide
-    units = array.astype(np.float64).reshape([d.size for d in flat])
+    units = array.reshape([d.size for d in flat])
     for i, dim in enumerate(flat):
       if dim in totals:
         others = tuple(j for j in range(len(flat)) if j != i)
-        totals[dim] += units.sum(others)
+        totals[dim] = totals[dim] + units.sum(others)
   return _to_parts(traced, totals, dims)
 
 
 def _to_parts(
-  traced: Traced, totals: dict[Dim, np.ndarray], dims: Sequence[Dim]
-) -> dict[Dim, np.ndarray]:
+  traced: Traced, totals: dict[Dim, Any], dims: Sequence[Dim]
+) -> dict[Dim, Any]:
   """Add the scores of joined dims to those of their parts."""
   for whole, start, part in reversed(traced.dims.segments):
     if part in totals:

@@ -8,9 +8,8 @@ import jax
 import numpy as np
 
 from jaxpruner import _leaves
-from jaxpruner import program as _program
 from jaxpruner.sparse import _choose, _groups
-from jaxpruner.sparse._dims import Dim, Dims
+from jaxpruner.sparse._dims import Dim
 from jaxpruner.sparse.shrinking import Shrunk, shrink
 
 SCORES = ("magnitude", "taylor", "activations")
@@ -146,15 +145,9 @@ def prune_to(
     raise ValueError(f"least={least} must be at least 0 and below 1")
   if scores not in SCORES:
     raise ValueError(f"scores={scores!r} must be one of {', '.join(SCORES)}")
-  traced, treedef = _trace(apply_fn, weights, example_inputs)
+  traced, treedef = _groups.trace(apply_fn, weights, example_inputs)
   every = dict.fromkeys(d for v in traced.values for d in traced.dims.flat(v))
-  dims = _chosen(traced, weights, filter_fn)
-  if not dims:
-    raise ValueError(
-      "no group of slices can be removed from this function: every axis of "
-      "its parameters is an input, an output, or needed whole"
-      + (", or left out by filter_fn" if filter_fn else "")
-    )
+  dims = _groups.chosen(traced, weights, filter_fn)
   ranked = _scores(traced, dims, scores, weights, grads, example_inputs)
   make = _Maker(apply_fn, weights, example_inputs, traced, treedef, ranked)
   if kind == "latency":
@@ -200,43 +193,6 @@ def _budget(**given: float | None) -> tuple[str, float]:
       "remains"
     )
   return kind, fraction
-
-
-def _trace(
-  apply_fn: Callable[..., Any], params: Any, inputs: Sequence[Any]
-) -> tuple[_groups.Traced, Any]:
-  named, treedef = _leaves.flatten_with_names(params)
-  values = [np.asarray(jax.numpy.asarray(leaf)) for _, leaf in named]
-  shapes = treedef.unflatten(
-    [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in values]
-  )
-  program = _program.trace(apply_fn, shapes, *inputs)
-  variables = program.inputs[: len(values)]
-  traced = _groups.Traced(
-    program,
-    Dims(program, len(values)),
-    dict(zip(variables, values, strict=True)),
-    {
-      v: _leaves.join(names)
-      for v, (names, _) in zip(variables, named, strict=True)
-    },
-  )
-  return traced, treedef
-
-
-def _chosen(traced: _groups.Traced, params: Any, filter_fn: Any) -> list[Dim]:
-  """Return the dims that can become smaller and that the filter takes."""
-  dims = traced.removable()
-  if filter_fn is None:
-    return dims
-  named, _ = _leaves.flatten_with_names(params)
-  left_out = {
-    dim
-    for v, (names, leaf) in zip(traced.values, named, strict=True)
-    if not filter_fn(names, leaf)
-    for dim in traced.dims.flat(v)
-  }
-  return [d for d in dims if d not in left_out]
 
 
 def _scores(

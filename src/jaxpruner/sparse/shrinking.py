@@ -12,11 +12,10 @@ import numpy as np
 from jaxpruner import _leaves
 from jaxpruner import program as _program
 from jaxpruner.inspect.summary import warn_if_contradicted
-from jaxpruner.program import Node, Program, Var
 from jaxpruner.program.owners import Owners, per_weight
-from jaxpruner.sparse import _fold, _resize, artifacts
-from jaxpruner.sparse._constants import Constants
-from jaxpruner.sparse._dims import Axis, Dim, Dims, Segment, Sum, resolve
+from jaxpruner.sparse import _resize, _stacks, artifacts
+from jaxpruner.sparse._dims import Dims
+from jaxpruner.sparse._removal import Removal
 
 
 class Removed(NamedTuple):
@@ -242,13 +241,16 @@ def shrink(
   program = _program.trace(apply_fn, shapes, *example_inputs)
   variables = program.inputs[: len(values)]
   dims = Dims(program, len(values))
-  choice = Choice(program, dims, dict(zip(variables, values, strict=True)))
-  resized = _resize.Resized(program, dims, choice.keep, choice.baked)
+  given = dict(zip(variables, values, strict=True))
+  order = _stacks.Order(program, dims, given)
+  removal = Removal(program, dims, {v: order(v, x) for v, x in given.items()})
+  resized = _resize.Resized(program, dims, removal.keep, removal.baked)
 
   def take(index: int, array: np.ndarray) -> np.ndarray:
-    return resized.take(array, dims.of(variables[index]))
+    var = variables[index]
+    return resized.take(order(var, array), dims.of(var))
 
-  small = [take(i, choice.values[v]) for i, v in enumerate(variables)]
+  small = [resized.take(removal.values[v], dims.of(v)) for v in variables]
   new_params = treedef.unflatten([jnp.asarray(x) for x in small])
   new_fn = _resize.function(apply_fn, resized, shapes)
   names = [_leaves.join(_leaves.path_names(path)) for path, _ in paths]
@@ -263,7 +265,7 @@ def shrink(
       if v.shape != x.shape
     ],
     blocked=[
-      Blocked(name, axis, count, choice.reason(dims.of(v)[axis]))
+      Blocked(name, axis, count, removal.reason(dims.of(v)[axis]))
       for name, v, x in rows
       for axis, count in enumerate(_empty(x))
       if count and x.shape[axis] > 1
@@ -292,110 +294,6 @@ def _empty(array: np.ndarray) -> list[int]:
     int(zero.all(tuple(a for a in range(array.ndim) if a != axis)).sum())
     for axis in range(array.ndim)
   ]
-
-
-class Choice:
-  """Which indices of which dims stay, and what the constants become."""
-
-  def __init__(
-    self, program: Program, dims: Dims, values: dict[Var, np.ndarray]
-  ):
-    self._known = Constants(program, dims, values)
-    self._folding = _fold.BiasFolding(program, dims, self._known, set(values))
-    self.values = dict(values)
-    self.keep: dict[Dim, np.ndarray] = {}
-    self.baked: dict[Node, np.ndarray] = {}
-    self._reasons: dict[Dim, str] = {}
-    owned = {d for v in values for d in dims.flat(v) if not d.blocked}
-    sums = [(s, d) for s in dims.sums for d in resolve(s.axis) if d in owned]
-    useless, folded = self._without_effect(sums)
-    self._drop(useless, dims.segments)
-    for total, dim in sums:
-      if folded.get(total.node) is dim and dim in self.keep:
-        self._fold(total, dim, useless[dim])
-
-  def _without_effect(
-    self, sums: Sequence[tuple[Sum, Dim]]
-  ) -> tuple[dict[Dim, np.ndarray], dict[Node, Dim]]:
-    """Find the indices that no sum needs.
-
-    Returns:
-      For each dim that is summed over, where all sums gain zero or a constant;
-      and for each operation, the dim whose constants it would have to keep.
-    """
-    useless: dict[Dim, np.ndarray] = {}
-    folded: dict[Node, Dim] = {}
-    for total, dim in sums:
-      zeros = [self._known.zero(v, [i], dim) for v, i in total.operands]
-      zero = np.logical_or.reduce(zeros)
-      constant = self._folding.constant(total, dim) & ~zero
-      # Two dims of one sum folded at once would count their overlap twice.
-      if constant.any() and folded.setdefault(total.node, dim) is not dim:
-        constant[:] = False
-      gone = zero | constant
-      if not gone.all():
-        self._reasons.setdefault(
-          dim, f"{total.node} adds up values there that are not known"
-        )
-      useless[dim] = useless[dim] & gone if dim in useless else gone
-    return useless, folded
-
-  def _drop(
-    self, useless: dict[Dim, np.ndarray], segments: Sequence[Segment]
-  ) -> None:
-    """Note what stays of each dim: at least one index.
-
-    An index of a part stays with that of the dim it is joined into.
-    """
-    for dim in dict.fromkeys(d for s in segments for d in (s.whole, s.part)):
-      if dim.blocked:
-        useless[dim] = np.zeros(dim.size, np.bool_)
-      useless.setdefault(dim, np.ones(dim.size, np.bool_))
-    _agree(useless, segments)
-    for gone in useless.values():
-      if gone.all():
-        gone[0] = False  # an axis of length 0 is nobody's idea of a layer
-    _agree(useless, segments)
-    for dim, gone in useless.items():
-      if gone.any():
-        self.keep[dim] = np.flatnonzero(~gone)
-
-  def _fold(self, total: Sum, dim: Dim, gone: np.ndarray) -> None:
-    delta = self._folding.delta(total, dim, gone)
-    if not delta.any():
-      return
-    target = self._folding.bias(total.node, delta)
-    if target is None:
-      self.baked[total.node] = delta
-      return
-    var, sign = target
-    value = self.values[var]
-    moved = value.astype(np.float64) + sign * delta.reshape(value.shape)
-    self.values[var] = moved.astype(value.dtype)
-
-  def reason(self, axis: Axis) -> str:
-    """Say why indices of an axis stay."""
-    parts = resolve(axis)
-    reasons = [
-      d.blocked or self._reasons.get(d, "its parts are not empty together")
-      for d in parts
-    ]
-    text = "; ".join(dict.fromkeys(reasons))
-    if len(parts) > 1:
-      text = f"as {_shape(tuple(d.size for d in parts))}: {text}"
-    return text
-
-
-def _agree(useless: dict[Dim, np.ndarray], segments: Sequence[Segment]) -> None:
-  """Keep an index of a joined dim with that of its part, and the reverse."""
-  before, now = -1, 0
-  while before != now:
-    before = now
-    for whole, start, part in segments:
-      mine = useless[whole][start : start + part.size]
-      mine &= useless[part]
-      useless[part] &= mine
-    now = sum(int(gone.sum()) for gone in useless.values())
 
 
 def _same(
