@@ -132,20 +132,19 @@ def counter(
 
   def large_leaf(place: int, packed: Array, fact: Array) -> Array:
     scores = group.leaves[large[place]]
-    # What XLA does: it moves what no pass changes, the keys, out of the loop
-    # and stores them. What we do: a barrier, behind which scores depend on the
-    # state of the loop. What it saves: 4 bytes per weight. When it can go: when
-    # that motion weighs memory against arithmetic.
-    packed, scores = lax.optimization_barrier((packed, scores))
 
     def count(by_index: bool | None) -> Array:
       return _count_leaf(
         group.keys(scores), packed, fact[1], by_index, is_sharded
       )
 
-    if group.key_dtype.itemsize > 2:
+    if group.key_dtype.itemsize > 2 and len(group.leaves) > 1:
       return count(None)
     # Keys of 16 bits are compared as such, twice as many at once as indices.
+    # And what XLA does: it moves what no pass changes, the keys, out of the
+    # loop and stores them. What we do: a conditional in the loop, out of which
+    # nothing is moved; a `switch` over leaves is one. What it saves: 4 bytes
+    # per weight. When it can go: when that motion weighs memory.
     return lax.cond(
       search.State.unpack(packed).by_index,
       lambda: count(True),
