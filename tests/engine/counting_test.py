@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 import jaxpruner
 from jaxpruner import engine, mask_calculator
-from jaxpruner.engine import counting, draw, order, warm_start
+from jaxpruner.engine import counting, order, warm_start
 from jaxpruner.engine.leaves import Group
+from jaxpruner.updater import draw
 
 # Leaves that are counted as they are, and leaves that are copied first.
 SHAPES = [(3,), (3, 5), (64,), (8, 9), (50, 4)]

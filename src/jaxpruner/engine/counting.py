@@ -216,8 +216,9 @@ def _count_leaf(
     by_index: as in `search.reached`.
     is_sharded: whether the leaf may be spread over devices.
   """
-  rows = 1 if is_sharded else _rows(keys.size)
-  keys = keys.reshape(rows, -1) if rows > 1 else keys
+  rows = _rows(keys.size)
+  if not is_sharded:
+    keys = keys.reshape(rows, -1) if rows > 1 else keys.reshape(-1)
   is_narrow = keys.dtype.itemsize <= 2 and keys.shape[-1] < 1 << 16
   word = jnp.uint16 if is_narrow else COUNT
   index = flat_index(keys.shape) + offset

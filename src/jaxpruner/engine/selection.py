@@ -146,30 +146,6 @@ def _ranked(scores: list[Scores], alike: bool) -> list[Scores]:
   ]
 
 
-def pick(counts: Sequence[Any] | Array, ids: Sequence[int]) -> Any:
-  """Return the counts at some positions.
-
-  An array is indexed as a whole, because one kernel per entry would cost more.
-
-  Args:
-    counts: a list of counts, or one array of them.
-    ids: the positions to return.
-
-  Returns:
-    A list if `counts` is a list, else an array.
-
-  Example:
-    >>> from jaxpruner import mask_calculator
-    >>> mask_calculator.pick([5, 6, 7], [0, 2])
-    [5, 7]
-  """
-  if len(ids) == len(counts):
-    return counts
-  if isinstance(counts, Array | np.ndarray):
-    return counts[np.array(ids, np.int32)]
-  return [counts[i] for i in ids]
-
-
 def _counts_of(group: Group, keep: Any) -> UInt[Array, " segments"]:
   """Return counts as uint32, from 0 to the size of the segment."""
   if int(group.segment_sizes.max()) > _LARGEST:
