@@ -94,10 +94,11 @@ def _select(
 ) -> Selection:
   if not scores:
     return Selection([], jnp.ones(0, jnp.bool_), hint)
-  near = None if together else hint
+  # Thresholds of floats are extrapolated; floats of all widths are floats of
+  # the widest, exactly.
+  are_floats = all(jnp.issubdtype(s.dtype, jnp.floating) for s in scores)
+  near = hint if are_floats and not together else None
   leaves = _ranked(scores, together or near is not None)
-  if not jnp.issubdtype(leaves[0].dtype, jnp.floating):
-    near = None
   group = Group(lax.stop_gradient(leaves), together)
   counts = _counts_of(group, lax.stop_gradient(keep))
 
