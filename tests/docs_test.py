@@ -125,6 +125,7 @@ EXPORTERS = [
   "jaxpruner.post_training.models",
   "jaxpruner.redistribution",
   "jaxpruner.report",
+  "jaxpruner.scaling",
   "jaxpruner.sparse",
   "jaxpruner.sparsity_distributions",
   "jaxpruner.sparsity_schedules",
@@ -192,10 +193,10 @@ def lacks(value):
   if inspect.isfunction(value):
     signature = inspect.signature(value)
     taken = [p for p in signature.parameters.values() if p.kind not in (2, 4)]
-    if len(taken) >= 2 and not re.search(r"^Args:$", text, re.M):
+    if taken and not re.search(r"^Args:$", text, re.M):
       lacking.append("Args")
     returns = signature.return_annotation is not None
-    if len(taken) >= 2 and returns and not re.search(r"^Returns:$", text, re.M):
+    if returns and not re.search(r"^(Returns|Yields):$", text, re.M):
       lacking.append("Returns")
   return lacking
 
@@ -211,6 +212,17 @@ def test_every_exported_name_says_args_returns_and_an_example(exporter):
     if is_code and value.__module__.split(".")[0] == home and lacks(value):
       lacking[name] = lacks(value)
   assert not lacking, f"{exporter}: docstrings without {lacking}"
+
+
+def test_every_method_of_the_base_class_says_args_returns_and_an_example():
+  base = jaxpruner.BaseUpdater
+  methods = {
+    name: method
+    for name, method in vars(base).items()
+    if inspect.isfunction(method) and not name.startswith("_")
+  }
+  lacking = {name: lacks(method) for name, method in methods.items()}
+  assert not {name: what for name, what in lacking.items() if what}
 
 
 BRIDGES = sorted((SOURCE / "integrations").glob("[!_]*.py"))

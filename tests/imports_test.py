@@ -19,7 +19,7 @@ TOOLS = {"_tools"}
 CORE = [
   TOOLS | {"_leaves", "_legacy", "program"},
   {"engine"},
-  {"mask_calculator"},
+  {"_counts", "mask_calculator"},
   {"sparsity_types"},
   {"sparsity_distributions", "sparsity_schedules", "activations"},
   {"updater"},
@@ -33,9 +33,8 @@ CORE = [
 # here once its modules have an order.
 ROOMS = {
   "engine": [
-    "conditional", "counts", "order", "expression", "leaves", "draw",
-    "warm_start", "search", "counting", "dispatch", "selection",
-    "__init__",
+    "conditional", "order", "expression", "leaves", "warm_start", "search",
+    "counting", "dispatch", "selection", "__init__",
   ],
   "kept": [
     "places", "blocks", "bitmaps", "layouts", "block_products", "_kernel",
@@ -50,8 +49,8 @@ ROOMS = {
     "windows", "__init__",
   ],
   "updater": [
-    "state", "prunable", "masks", "ranking", "moments", "hidden", "seeds",
-    "checks", "selecting", "start", "at_once", "transform", "__init__",
+    "state", "prunable", "masks", "ranking", "moments", "hidden", "draw",
+    "seeds", "checks", "selecting", "start", "at_once", "transform", "__init__",
   ],
 }  # fmt: skip
 # Packages that import nothing of this library but themselves.

@@ -273,6 +273,12 @@ class BaseUpdater:
 
     Returns:
       A dict of arrays or trees of arrays, or None.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxpruner
+      >>> pruner = jaxpruner.SteMagnitudePruning()
+      >>> list(pruner.init_extra(jnp.ones((2, 2)), None))
+      ['hint']
     """
     del params, masks
     return None
@@ -289,6 +295,14 @@ class BaseUpdater:
 
     Returns:
       The state; an override may change its `stats`.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxpruner
+      >>> pruner = jaxpruner.GlobalMagnitudePruning(sparsity=0.5)
+      >>> params = jnp.array([[3.0, -1, 2, -4]])
+      >>> state = pruner.init_state(params)
+      >>> pruner.on_gradients(state, params, params) is state
+      True
     """
     del params, grads
     return state
@@ -341,6 +355,14 @@ class BaseUpdater:
 
     Returns:
       A tree like `params`; by default removed weights are +0.0.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxpruner
+      >>> pruner = jaxpruner.GlobalMagnitudePruning(sparsity=0.5)
+      >>> params = jnp.array([[3.0, -1, 2, -4]])
+      >>> state = pruner.update_state(pruner.init_state(params), params, None)
+      >>> pruner.forward(params, state).tolist()
+      [[3.0, 0.0, 0.0, -4.0]]
     """
     return self.apply_masks(params, state.masks)
 
@@ -356,6 +378,14 @@ class BaseUpdater:
 
     Returns:
       A tree like `grads`; by default the same, the straight-through estimator.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxpruner
+      >>> pruner = jaxpruner.GlobalMagnitudePruning(sparsity=0.5)
+      >>> params = jnp.array([[3.0, -1, 2, -4]])
+      >>> state = pruner.update_state(pruner.init_state(params), params, None)
+      >>> pruner.backward(jnp.ones((1, 4)), state, params).tolist()
+      [[1.0, 1.0, 1.0, 1.0]]
     """
     del state, params
     return grads
@@ -369,6 +399,14 @@ class BaseUpdater:
 
     Returns:
       A tree like `params`, which `forward` takes back to them.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxpruner
+      >>> pruner = jaxpruner.GlobalMagnitudePruning(sparsity=0.5)
+      >>> params = jnp.array([[3.0, -1, 2, -4]])
+      >>> state = pruner.update_state(pruner.init_state(params), params, None)
+      >>> pruner.invert_forward(params, state).tolist()
+      [[3.0, -1.0, 2.0, -4.0]]
     """
     del state
     return params
@@ -386,6 +424,15 @@ class BaseUpdater:
     Returns:
       A tree like the gradients; zero for pruned weights if
         `is_sparse_gradients`.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxpruner
+      >>> pruner = jaxpruner.GlobalMagnitudePruning(
+      ...   sparsity=0.5, is_sparse_gradients=True)
+      >>> params = jnp.array([[3.0, -1, 2, -4]])
+      >>> state = pruner.update_state(pruner.init_state(params), params, None)
+      >>> pruner.prepare_gradients(jnp.ones((1, 4)), state, params).tolist()
+      [[1.0, 0.0, 0.0, 1.0]]
     """
     del params
     if not self.is_sparse_gradients:
@@ -405,6 +452,14 @@ class BaseUpdater:
     Returns:
       The updates. The update of a pruned weight is minus the weight, in a dtype
       in which the sum is exact.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxpruner
+      >>> pruner = jaxpruner.GlobalMagnitudePruning(sparsity=0.5)
+      >>> params = jnp.array([[3.0, -1, 2, -4]])
+      >>> state = pruner.update_state(pruner.init_state(params), params, None)
+      >>> pruner.hold_zeros(jnp.full((1, 4), 0.5), state, params).tolist()
+      [[0.5, 1.0, -2.0, 0.5]]
     """
     if self.straight_through:
       return updates

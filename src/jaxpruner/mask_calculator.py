@@ -14,11 +14,10 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jaxpruner import _legacy, engine
-from jaxpruner.engine.counts import AtStep, num_ones, num_ones_each
+from jaxpruner._counts import AtStep, num_ones, num_ones_each, pick
 from jaxpruner.engine.expression import trace
 from jaxpruner.engine.leaves import MASK_DTYPE
 from jaxpruner.engine.order import sort_key
-from jaxpruner.engine.selection import pick
 
 Scores: TypeAlias = engine.Scores | Callable[[], Array]
 

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 import jaxpruner
 from jaxpruner import engine, mask_calculator
-from jaxpruner.engine import counting, draw, order, warm_start
+from jaxpruner.engine import counting, order, warm_start
 from jaxpruner.engine.leaves import Group
+from jaxpruner.updater import draw
 
 # Leaves that are counted as they are, and leaves that are copied first.
 SHAPES = [(3,), (3, 5), (64,), (8, 9), (50, 4)]
@@ -273,7 +274,7 @@ def test_scores_that_are_sorted(size, order):
 
 def level_of(leaf, ones: int) -> int:
   image = np.sort(np.asarray(order.sort_key(jnp.asarray(leaf))).ravel())
-  top = order.bounds(jnp.asarray(leaf).dtype)[1]
+  top = np.iinfo(order.key_dtype(jnp.asarray(leaf).dtype)).max
   return int(image[-ones]) if ones else top
 
 

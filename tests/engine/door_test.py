@@ -24,3 +24,31 @@ def test_run_if_is_not_traced_when_concrete():
   assert engine.run_if(False, lambda c: calls.append(1) or c, 1) == 1
   assert engine.run_if(np.True_, lambda c: calls.append(1) or c + 1, 1) == 2
   assert len(calls) == 1
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_keys_of_a_single_leaf_are_not_stored(dtype):
+  """A loop that stored them would take as many bytes as the scores."""
+  masks = lambda x: engine.select([x], [9]).masks
+  leaf = jax.ShapeDtypeStruct((2000, 1000), dtype)
+  memory = jax.jit(masks).lower(leaf).compile().memory_analysis()
+  assert memory.temp_size_in_bytes <= 0.1 * leaf.size
+
+
+def test_leaves_of_several_dtypes_are_one_selection():
+  rng = np.random.default_rng(0)
+  whole = 2**24 + rng.integers(0, 9, 700)  # as floats, neighbours are equal
+  leaves = [
+    jnp.asarray(rng.standard_normal(500), "bfloat16"),
+    jnp.asarray(whole, "int32"),
+    jnp.asarray(rng.standard_normal(900), "float32").at[3].set(jnp.inf),
+    jnp.asarray(rng.integers(0, 9, 300), "uint8"),
+  ]
+  hint = engine.new_hint(4)
+  found = jax.jit(lambda x: engine.select(x, [100] * 4, hint=hint))(leaves)
+  for leaf, mask in zip(leaves, found.masks, strict=True):
+    scores = np.asarray(leaf, np.float64)
+    kept = np.argsort(-scores, kind="stable")[:100]
+    assert sorted(np.flatnonzero(mask)) == sorted(kept)
+  assert found.finite.tolist() == [True, True, False, True]

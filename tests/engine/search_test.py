@@ -15,7 +15,7 @@ KEYS = st.integers(-(2**31) + 1, 2**31 - 1)
 
 def state_of(low, high, reach, beyond, keep, evenly=False):
   """The state of one segment of int32 keys."""
-  guess = jnp.zeros(search.PROBES - 2, jnp.int32)
+  guess = jnp.zeros(search.PROBES, jnp.int32)
   state = search.start(
     jnp.uint32(keep), jnp.uint32(reach or 1), guess, jnp.dtype("int32")
   )
@@ -118,7 +118,8 @@ def test_a_state_survives_packing():
 @pytest.mark.quick
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32", "uint8"])
 def test_first_probes_lie_between_the_bounds(dtype):
-  low, high = order.bounds(dtype)
-  guess = np.asarray(search.even_guess(jnp.dtype(dtype)), np.int64)
-  assert low < guess.min()
-  assert guess.max() <= high
+  keys = np.iinfo(order.key_dtype(dtype))
+  probes = order.landmarks(jnp.dtype(dtype))
+  assert probes.shape == (search.PROBES,)
+  assert keys.min < probes.min()
+  assert probes.max() <= keys.max

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxpruner import engine, kept
+from jaxpruner import kept
 from jaxpruner.kept import (
   bitmaps,
   block_products,
@@ -20,6 +20,7 @@ from jaxpruner.kept import (
   products,
   rewiring,
 )
+from jaxpruner.updater import draw
 
 
 @pytest.fixture(params=["kernel", "decoded"])
@@ -216,11 +217,11 @@ def test_a_mask_update_in_machine_code_is_the_one_with_bitmaps(shape, kind):
 
 
 @pytest.mark.parametrize("axis", [None, 0, 1, 2, 3])
-def test_random_scores_are_those_of_the_engine(axis):
+def test_random_scores_are_those_of_masked_training(axis):
   """Of a stack, layer by layer, wherever its layers are."""
   data = jax.random.key_data(jax.random.key(3))
   shape = (4, 5, 6, 7)
-  whole = engine.draw.draw(data, 5, [jnp.zeros(shape)], (("a", "kernel"),))[0]
+  whole = draw.draw(data, 5, [jnp.zeros(shape)], (("a", "kernel"),))[0]
   scores = growth.random(data, 5, "a/kernel", shape, 2, axis)
   rows = jnp.arange(2, 12)
   if axis is None:

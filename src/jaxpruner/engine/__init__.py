@@ -1,3 +1,7 @@
+# pyright: strict
+# JAX's own annotations are partial:
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
 """Select masks by counting: everything that knows how a mask is found.
 
 The door is `select`: scores and counts in, a `Selection` out. Scores may be

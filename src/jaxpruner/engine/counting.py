@@ -43,7 +43,8 @@ def find_thresholds(
   Args:
     group: the leaves.
     keep: how many to keep of each segment.
-    hint: where thresholds were, or None.
+    hint: where thresholds were, or None. All scores are then floats of one
+      dtype.
     is_sharded: whether leaves may be spread over devices.
 
   Returns:
@@ -51,64 +52,37 @@ def find_thresholds(
     devices.
   """
   sizes, anchor = group.segment_sizes, (group.leaves, keep)
+  dtypes = [leaf.dtype for leaf in group.leaves[: len(sizes)]]
+  known = np.stack([order.landmarks(dtype) for dtype in dtypes])
+  probes = jnp.asarray(known.astype(order.search_dtype(group.key_dtype)))
+  guess = None
   if hint is not None:
-    guess = warm_start.guess(hint, group.dtype)
+    guess = warm_start.guess(hint, dtypes[0])
   elif sizes.max() > SAMPLED and not is_sharded:
     guess = _sample(group, keep)
-  else:
-    guess = search.even_guess(group.dtype)
-    guess = jnp.broadcast_to(guess, (len(sizes), guess.size))
-  begin = lambda ones, size, keys: search.start(
-    ones, size, keys, group.dtype
-  ).pack()
-  table = jax.vmap(begin)(keep, jnp.asarray(sizes, COUNT), guess)
-  table, number = vary(table, anchor), len(group.leaves)
-  count_leaf = counter(group, is_sharded, None)
-  if jnp.dtype(group.dtype).itemsize <= 2:
-    # Keys of 16 bits are compared as such, twice as many at once as indices.
-    cases = [counter(group, is_sharded, by) for by in (False, True)]
-    count_leaf = lambda leaf, packed: lax.switch(
-      search.State.unpack(packed).by_index.astype(jnp.int32),
-      cases,
-      leaf,
-      packed,
-    )
+  if guess is not None:
+    probes = jnp.concatenate([guess, probes[:, guess.shape[1] :]], 1)
+  state = search.start(keep, jnp.asarray(sizes, COUNT), probes, group.key_dtype)
+  table, number = vary(state.pack(), anchor), np.uint32(len(group.leaves))
+  count_leaf = counter(group, is_sharded)
 
   def count_all(packed: Array) -> Array:
     add = lambda leaf, sums: sums + count_leaf(leaf, packed)
     zeros = vary(jnp.zeros(PROBES, COUNT), (packed, anchor))
-    return lax.fori_loop(0, number, add, zeros)
+    return lax.fori_loop(np.uint32(0), number, add, zeros)
 
   def one_leaf(leaf: Array, table: Array) -> Array:
     packed = lax.dynamic_index_in_dim(table, leaf, keepdims=False)
     packed = search.search(packed, functools.partial(count_leaf, leaf))
     return lax.dynamic_update_index_in_dim(table, packed, leaf, 0)
 
-  if number == 1:
-    count = _in_loop(functools.partial(count_leaf, 0), anchor)
-    table = search.search(table[0], count)[None]
-  elif group.together:
+  if group.together:
     table = search.search(table[0], count_all)[None]
   else:
-    table = lax.fori_loop(0, number, one_leaf, table)
-  return search.found(table, group.dtype)
-
-
-def _in_loop(count: search.Count, anchor: Any) -> search.Count:
-  """Return the count, guarded against being moved out of the loop.
-
-  What XLA does: it moves what no pass changes, the keys, out of the loop and
-  stores them. What we do: a conditional in the loop, out of which nothing is
-  moved; a `switch` over leaves is one. What it saves: 4 bytes per weight. When
-  it can go: when that motion weighs memory against arithmetic.
-  """
-
-  def guarded(packed: Array) -> Array:
-    skip = lambda packed: vary(jnp.zeros(PROBES, COUNT), (packed, anchor))
-    run = lambda packed: vary(count(packed), (packed, anchor))
-    return lax.cond(search.State.unpack(packed).done, skip, run, packed)
-
-  return guarded
+    table = lax.fori_loop(np.uint32(0), number, one_leaf, table)
+  found = search.found(table, group.key_dtype)
+  is_float = np.array([jnp.issubdtype(d, jnp.floating) for d in dtypes])
+  return found._replace(finite=found.finite | ~is_float)
 
 
 def split(sizes: np.ndarray, is_sharded: bool) -> tuple[list[int], list[int]]:
@@ -127,14 +101,13 @@ def split(sizes: np.ndarray, is_sharded: bool) -> tuple[list[int], list[int]]:
 
 
 def counter(
-  group: Group, is_sharded: bool, by_index: bool | None
+  group: Group, is_sharded: bool
 ) -> Callable[..., UInt[Array, " probes"]]:
   """Return `count(leaf, packed)`: how many scores of a leaf reach each probe.
 
   Args:
     group: the leaves.
     is_sharded: whether leaves may be spread over devices.
-    by_index: as in `search.reached`.
 
   Returns:
     A function of the traced leaf index and of the packed state of its segment.
@@ -146,20 +119,37 @@ def counter(
   facts = facts.astype(np.uint32)
 
   def copy(place: int) -> Int[Array, " length"]:
-    keys = group.keys(small[place]).reshape(-1)
+    keys = group.keys(group.leaves[small[place]]).reshape(-1)
     lowest = np.iinfo(keys.dtype).min  # no probe is as low
     return jnp.pad(keys, (0, length - keys.size), constant_values=lowest)
 
   def from_copy(packed: Array, fact: Array) -> Array:
     keys = switch(fact[0], copy, len(small))
-    return _count_leaf(keys, packed, fact[1], fact[2], by_index)
+    index = flat_index(keys.shape)
+    # Padding gets an index whose key is below all probes.
+    index = jnp.where(index < fact[2], index + fact[1], _LAST)
+    return search.reached(keys, index, packed, None)
 
   def large_leaf(place: int, packed: Array, fact: Array) -> Array:
-    keys = group.keys(large[place])
-    if not is_sharded:
-      return _count_leaf(keys, packed, fact[1], None, by_index)
-    index = flat_index(keys.shape) + fact[1]
-    return search.reached(keys, index, packed, by_index, None)
+    scores = group.leaves[large[place]]
+
+    def count(by_index: bool | None) -> Array:
+      return _count_leaf(
+        group.keys(scores), packed, fact[1], by_index, is_sharded
+      )
+
+    if group.key_dtype.itemsize > 2 and len(group.leaves) > 1:
+      return count(None)
+    # Keys of 16 bits are compared as such, twice as many at once as indices.
+    # And what XLA does: it moves what no pass changes, the keys, out of the
+    # loop and stores them. What we do: a conditional in the loop, out of which
+    # nothing is moved; a `switch` over leaves is one. What it saves: 4 bytes
+    # per weight. When it can go: when that motion weighs memory.
+    return lax.cond(
+      search.State.unpack(packed).by_index,
+      lambda: count(True),
+      lambda: count(False),
+    )
 
   def in_place(packed: Array, fact: Array) -> Array:
     place = fact[0] - np.uint32(len(small))
@@ -209,73 +199,57 @@ def _rows(size: int) -> int:
   return next((rows for rows in near if size % rows == 0), 1)
 
 
-@functools.partial(jax.jit, static_argnames="by_index")
+@functools.partial(jax.jit, static_argnums=(3, 4))
 def _count_leaf(
   keys: Int[Array, "..."],
   packed: Int[Array, " columns"],
   offset: UInt[Array, ""],
-  size: UInt[Array, ""] | None,
   by_index: bool | None,
+  is_sharded: bool,
 ) -> UInt[Array, " probes"]:
-  """Count how many keys of a leaf reach each probe, on one device.
+  """Count how many keys of a leaf reach each probe, where they are.
 
   Args:
-    keys: the keys of the leaf, perhaps padded.
+    keys: the keys of the leaf.
     packed: the packed state of its segment.
     offset: the index in the segment at which the leaf starts.
-    size: of the leaf without its padding, if it is padded.
     by_index: as in `search.reached`.
+    is_sharded: whether the leaf may be spread over devices.
   """
   rows = _rows(keys.size)
-  keys = keys.reshape(rows, -1) if rows > 1 else keys.reshape(-1)
-  index = flat_index(keys.shape)
-  if size is None:
-    index += offset
-  else:  # padding gets an index whose key is below all probes
-    index = jnp.where(index < size, index + offset, _LAST)
+  if not is_sharded:
+    keys = keys.reshape(rows, -1) if rows > 1 else keys.reshape(-1)
   is_narrow = keys.dtype.itemsize <= 2 and keys.shape[-1] < 1 << 16
   word = jnp.uint16 if is_narrow else COUNT
-  return search.reached(keys, index, packed, by_index, word)
+  index = flat_index(keys.shape) + offset
+  return search.reached(
+    keys, index, packed, by_index, None if is_sharded else word
+  )
+
+
+# Where the first probes go, in standard deviations of the sample's rank.
+_FIRST = np.array([3.5, 0.9, -0.9, -3.5], np.float32)
 
 
 def _sample(
   group: Group, keep: UInt[Array, " segments"]
 ) -> Int[Array, "segments probes-2"]:
   """Return keys around the threshold of a sample."""
-  sizes = group.segment_sizes
+  sizes, kind = group.segment_sizes, order.search_dtype(group.key_dtype)
   wanted = max(SAMPLE, 2 * math.isqrt(int(sizes.mean())))
-  strides = np.maximum(sizes // wanted, 1)
-  strides = np.broadcast_to(strides, len(group.leaves))
-  kind = order.search_dtype(group.dtype)
+  strides = np.broadcast_to(np.maximum(sizes // wanted, 1), len(group.leaves))
   parts = [
-    group.keys(i).reshape(-1)[:: int(stride)].astype(kind)
-    for i, stride in enumerate(strides)
+    group.keys(leaf).reshape(-1)[:: int(stride)].astype(kind)
+    for leaf, stride in zip(group.leaves, strides, strict=True)
   ]
   parts = [jnp.concatenate(parts)] if group.together else parts
-  taken = np.array([part.size for part in parts], np.float32)
-  lowest = order.bounds(group.dtype)[0]
-  pad = lambda x: jnp.pad(x, (0, width - x.size), constant_values=lowest)
-  width = max(part.size for part in parts)
+  taken = np.array([part.size for part in parts])
+  lowest, width = np.iinfo(kind).min, int(taken.max())
+  pad = lambda x: jnp.pad(x, (width - x.size, 0), constant_values=lowest)
   sample = jnp.sort(jnp.stack([pad(part) for part in parts]), 1)
   share = keep.astype(jnp.float32) / sizes.astype(np.float32)
-  # The threshold lies within 3.5 standard deviations, as good as always.
-  spread = 3.5 * jnp.sqrt(taken * share * (1 - share)) + 2
-  ranks = (share * taken)[:, None] + spread[:, None] * np.array(
-    [1, -1], np.float32
-  )
+  spread = jnp.sqrt(taken * share * (1 - share)) + 1
+  ranks = (share * taken)[:, None] + spread[:, None] * _FIRST
   # Ranks are from the top.
-  place = width - jnp.clip(ranks, 1, taken[:, None])
-  ends = jnp.take_along_axis(
-    sample, place.astype(np.int32), 1, mode="promise_in_bounds"
-  )
-  low, high = ends[:, :1], ends[:, 1:]
-  unsigned = jnp.dtype(f"uint{8 * kind.itemsize}")
-  gap = lax.bitcast_convert_type(high - low, unsigned)
-  step = search.fraction(gap, _FIRST)
-  step = jnp.maximum(step, np.arange(_FIRST.size).astype(unsigned))
-  return low + lax.bitcast_convert_type(step, kind)
-
-
-# Where the first probes go between the two ends: closer where the threshold is
-# likelier.
-_FIRST = np.array([0, 0.37, 0.63, 1], np.float32)
+  place = (width - jnp.clip(ranks, 1, taken[:, None])).astype(np.int32)
+  return jnp.take_along_axis(sample, place, 1, mode="promise_in_bounds")

@@ -1,3 +1,7 @@
+# pyright: strict
+# JAX's own annotations are partial:
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
 """Tell a function whether the program that it becomes a part of is sharded.
 
 Whether arrays are sharded is unknown while a function is traced under an
@@ -7,7 +11,7 @@ lowered for its devices, so the function is traced there, by a primitive.
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.core
@@ -17,11 +21,13 @@ from jax.interpreters import batching, mlir
 
 from jaxpruner.engine.leaves import manual_axes
 
-_choice_p = core.Primitive("jaxpruner_choice")
+Run: TypeAlias = Callable[..., list[Array]]
+
+_choice_p: Any = core.Primitive("jaxpruner_choice")
 _choice_p.multiple_results = True
 
 
-def _lower(ctx, *args, run, treedef, shapes):
+def _lower(ctx: Any, *args: Any, run: Run, shapes: Any) -> Any:
   del shapes
   context = ctx.module_context.axis_context
   manual = getattr(context, "manual_axes", None)
@@ -29,25 +35,22 @@ def _lower(ctx, *args, run, treedef, shapes):
     is_sharded = set(manual) != set(context.mesh.axis_names)
   else:
     is_sharded = getattr(context, "num_devices", 2) > 1
-  flat = lambda *flat: run(is_sharded, *treedef.unflatten(flat))
-  return mlir.lower_fun(flat, multiple_results=True)(ctx, *args)
+  run = functools.partial(run, is_sharded)
+  return mlir.lower_fun(run, multiple_results=True)(ctx, *args)
 
 
-def _batch(args, dims, *, run, treedef, shapes):
-  (size,) = {
-    x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None
-  }
-  axes = treedef.unflatten(dims)
-  each = lambda sharded, *x: jax.vmap(functools.partial(run, sharded), axes)(*x)
+def _batch(args: Any, dims: Any, *, run: Run, shapes: Any) -> Any:
+  pairs = zip(args, dims, strict=True)
+  (size,) = {x.shape[dim] for x, dim in pairs if dim is not None}
+  each = lambda sharded, *x: jax.vmap(functools.partial(run, sharded), dims)(*x)
   shapes = tuple(shape.update(shape=(size, *shape.shape)) for shape in shapes)
-  out = _choice_p.bind(*args, run=each, treedef=treedef, shapes=shapes)
+  out = _choice_p.bind(*args, run=each, shapes=shapes)
   return out, [0] * len(out)
 
 
-def _evaluate(*args, run, treedef, shapes):
+def _evaluate(*args: Any, run: Run, shapes: Any) -> list[Array]:
   del shapes
-  is_sharded = any(len(x.sharding.device_set) > 1 for x in args)
-  return run(is_sharded, *treedef.unflatten(args))
+  return run(any(len(x.sharding.device_set) > 1 for x in args), *args)
 
 
 _choice_p.def_impl(_evaluate)
@@ -56,9 +59,7 @@ mlir.register_lowering(_choice_p, _lower)
 batching.primitive_batchers[_choice_p] = _batch
 
 
-def tell_if_sharded(
-  run: Callable[..., list[Array]], shapes: list[Any], *args: Any
-) -> list[Array]:
+def tell_if_sharded(run: Run, shapes: list[Any], *args: Any) -> list[Array]:
   """Return `run(is_sharded, *args)`.
 
   Args:
@@ -78,4 +79,5 @@ def tell_if_sharded(
   if any(axis is not None for spec in specs for axis in spec):
     return run(True, *args)
   results = tuple(jax.core.ShapedArray(*shape) for shape in shapes)
-  return _choice_p.bind(*flat, run=run, treedef=treedef, shapes=results)
+  on_flat = lambda sharded, *flat: run(sharded, *treedef.unflatten(flat))
+  return _choice_p.bind(*flat, run=on_flat, shapes=results)

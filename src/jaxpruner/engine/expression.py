@@ -1,3 +1,7 @@
+# pyright: strict
+# JAX's own annotations are partial:
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
 """Score expressions: elementwise scores that are computed, not stored.
 
 `|w|` costs less to compute again than to write to memory and read back. Inside
@@ -25,7 +29,7 @@ _CHEAP = frozenset(
   "shift_right_logical sign slice square squeeze sub xor".split()
 )
 _MOST = 12  # operations of an expression; a call counts as one
-_SMALL = 1024  # arrays up to this size are computed once, whatever they cost
+_SMALL = 256  # arrays up to this size are computed once, whatever they cost
 
 
 @functools.partial(

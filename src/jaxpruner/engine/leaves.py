@@ -20,10 +20,10 @@ MASK_DTYPE = jnp.uint8
 
 
 class Group(NamedTuple):
-  """Leaves of one dtype, ranked each by itself or together.
+  """The leaves of a selection, ranked each by itself or together.
 
   Attributes:
-    leaves: their scores.
+    leaves: their scores; of one dtype if they are ranked together.
     together: whether all leaves are one segment, or each leaf is one.
   """
 
@@ -31,9 +31,10 @@ class Group(NamedTuple):
   together: bool
 
   @property
-  def dtype(self) -> Any:
-    """The dtype of all scores."""
-    return jnp.dtype(self.leaves[0].dtype)
+  def key_dtype(self) -> Any:
+    """The dtype of all keys, as wide as the widest scores."""
+    dtypes = [order.key_dtype(leaf.dtype) for leaf in self.leaves]
+    return max(dtypes, key=lambda dtype: dtype.itemsize)
 
   @property
   def sizes(self) -> np.ndarray:
@@ -51,9 +52,9 @@ class Group(NamedTuple):
     ends = np.cumsum(self.sizes)
     return ends - self.sizes if self.together else np.zeros_like(ends)
 
-  def keys(self, leaf: int) -> Int[Array, "*shape"]:
+  def keys(self, scores: Scores) -> Int[Array, "*shape"]:
     """Return the keys of a leaf's scores."""
-    return order.sort_key(value(self.leaves[leaf]))
+    return order.sort_key(value(scores)).astype(self.key_dtype)
 
   def masks(
     self, level: Int[Array, " segments"], cut: UInt[Array, " segments"]
@@ -64,8 +65,8 @@ class Group(NamedTuple):
       offsets = jnp.asarray(self.offsets, cut.dtype)
       cut = jnp.where(cut > offsets, cut - offsets, 0)
     return [
-      _mask(self.keys(i), *row_from([level, cut], i)).astype(MASK_DTYPE)
-      for i in range(len(self.leaves))
+      _mask(self.keys(scores), *row_from([level, cut], i)).astype(MASK_DTYPE)
+      for i, scores in enumerate(self.leaves)
     ]
 
 

@@ -21,8 +21,6 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Bool, Int, UInt
 
-from jaxpruner.engine import order
-
 PROBES = 6
 COUNT = jnp.uint32
 # After so many passes of interpolation, probes are spread evenly: then every
@@ -51,52 +49,54 @@ class State(NamedTuple):
     probes: what the next pass counts; inside the bracket.
   """
 
-  low: Int[Array, ""]
-  high: Int[Array, ""]
-  reach: UInt[Array, ""]
-  beyond: UInt[Array, ""]
-  keep: UInt[Array, ""]
-  size: UInt[Array, ""]
-  level: Int[Array, ""]
-  by_index: Bool[Array, ""]
-  evenly: Bool[Array, ""]
-  finite: Bool[Array, ""]
-  passes: Int[Array, ""]
-  probes: Int[Array, " probes"]
+  low: Int[Array, "*segments"]
+  high: Int[Array, "*segments"]
+  reach: UInt[Array, "*segments"]
+  beyond: UInt[Array, "*segments"]
+  keep: UInt[Array, "*segments"]
+  size: UInt[Array, "*segments"]
+  level: Int[Array, "*segments"]
+  by_index: Bool[Array, "*segments"]
+  evenly: Bool[Array, "*segments"]
+  finite: Bool[Array, "*segments"]
+  passes: Int[Array, "*segments"]
+  probes: Int[Array, "*segments probes"]
 
   @property
-  def done(self) -> Bool[Array, ""]:
+  def done(self) -> Bool[Array, "*segments"]:
     """Whether nothing is left to search."""
     found = (self.reach == self.keep) | (self.keep == 0)
     return ((self.passes > 0) & found) | (self.passes >= LIMIT)
 
-  def pack(self) -> Int[Array, " columns"]:
-    """Return the state as one row of a table.
+  def pack(self) -> Int[Array, "*segments columns"]:
+    """Return the state as one array.
 
     What XLA does: on small arrays, every value that a loop carries is a kernel
     of its own, of 12 ms to compile. What we do: one array. What it saves: 12
     kernels. When it can go: when loop fusions have several results.
     """
     *columns, probes = self
-    packed = jnp.pad(probes, (len(columns), 0))
-    number = np.arange(packed.size)
+    none = [(0, 0)] * (probes.ndim - 1)
+    packed = jnp.pad(probes, [*none, (len(columns), 0)])
+    number = np.arange(packed.shape[-1])
     for i, column in enumerate(columns):
-      packed = jnp.where(number == i, _cast(column, packed.dtype), packed)
+      entry = _cast(column, packed.dtype)[..., None]
+      packed = jnp.where(number == i, entry, packed)
     return packed
 
   @classmethod
-  def unpack(cls, packed: Int[Array, " columns"]) -> "State":
+  def unpack(cls, packed: Int[Array, "*segments columns"]) -> "State":
     """Return the state that was packed."""
     last = len(cls._fields) - 1
     fields: dict[str, Array] = {
-      name: lax.index_in_dim(packed, i, keepdims=False)
+      name: lax.index_in_dim(packed, i, -1, keepdims=False)
       for i, name in enumerate(cls._fields[:last])
     }
     for name in ("reach", "beyond", "keep", "size"):
       fields[name] = _cast(fields[name], COUNT)
     for name in ("by_index", "evenly", "finite"):
       fields[name] = fields[name] != 0
-    return cls(**fields, probes=packed[last:])
+    return cls(**fields, probes=packed[..., last:])
 
 
 def _cast(x: Array, dtype: Any) -> Array:
@@ -112,45 +112,30 @@ def index_key(index: UInt[Array, "*shape"], dtype: Any) -> Int[Array, "*shape"]:
 
 
 def start(
-  keep: UInt[Array, ""],
-  size: UInt[Array, ""],
-  guess: Int[Array, " probes-2"],
-  dtype: Any,
+  keep: UInt[Array, "*segments"],
+  size: UInt[Array, "*segments"],
+  probes: Int[Array, "*segments probes"],
+  key_dtype: Any,
 ) -> State:
-  """Return a bracket that excludes nothing, and the probes of the first pass.
+  """Return brackets that exclude nothing, and the probes of the first pass.
 
   Args:
     keep: how many to keep, up to the size of the segment.
     size: how many scores there are.
-    guess: keys to look at first.
-    dtype: of the scores.
+    probes: keys to look at first; the last two tell what is finite.
+    key_dtype: of the keys.
 
   Returns:
-    The state. Two of the probes, the keys of -max and +inf, tell what is
-    finite.
+    The state.
   """
-  kind = guess.dtype
-  low, high = (kind.type(bound) for bound in order.bounds(dtype))
-  ends = np.array([low + 3, high], kind)
-  probes = jnp.concatenate([jnp.clip(guess, low + 1, high), ends])
-  yes, no, zero = jnp.array(True), jnp.array(False), jnp.zeros_like(size)
-  low, high = jnp.asarray(low), jnp.asarray(high)
-  passes = jnp.zeros_like(low)
+  info, kind = np.iinfo(key_dtype), probes.dtype.type
+  low, high = (jnp.full_like(keep, x, kind) for x in (info.min, info.max))
+  probes = jnp.clip(probes, kind(info.min + 1), kind(info.max))
+  yes, none = jnp.full_like(keep, True, jnp.bool_), jnp.zeros_like(low)
   return State(
-    low, high, size, zero, keep, size, low, no, yes, yes, passes, probes
-  )
-
-
-def even_guess(dtype: Any) -> Int[Array, " probes-2"]:
-  """Return keys to look at first where nothing is known."""
-  kind = order.search_dtype(dtype)
-  if jnp.issubdtype(dtype, jnp.floating):
-    # Weights and gradients are small numbers.
-    return order.sort_key(jnp.asarray(_COMMON, dtype)).astype(kind)
-  return jnp.asarray(np.linspace(*order.bounds(dtype), PROBES)[1:-1], kind)
-
-
-_COMMON = [0, 2**-10, 2**-5, 1]
+    low, high, size, jnp.zeros_like(size), keep, size, low, ~yes, yes, yes,
+    none, probes,
+  )  # fmt: skip
 
 
 def reached(
@@ -321,13 +306,13 @@ def _next_probes(state: State) -> Int[Array, " probes"]:
   share = jnp.where(state.evenly, _EVEN, share)
   # A bracket this narrow is counted value by value.
   each = np.arange(1, PROBES + 1).astype(width.dtype)
-  step = jnp.where(width <= PROBES, each, fraction(width, share))
+  step = jnp.where(width <= PROBES, each, _fraction(width, share))
   return state.low + _cast(
     jnp.clip(step, 1, jnp.maximum(width, 1)), state.low.dtype
   )
 
 
-def fraction(
+def _fraction(
   width: UInt[Array, "*segments"], share: Any
 ) -> UInt[Array, "*segments probes"]:
   """Return `share * width` in unsigned integers, from 0 to `width`."""
@@ -366,15 +351,11 @@ class Found(NamedTuple):
   finite: Bool[Array, " segments"]
 
 
-def found(table: Int[Array, "segments columns"], dtype: Any) -> Found:
+def found(table: Int[Array, "segments columns"], key_dtype: Any) -> Found:
   """Return the thresholds of segments that are done."""
-  state = jax.vmap(State.unpack)(table)
-  none, top = state.keep == 0, order.bounds(dtype)[1]
-  last = np.iinfo(table.dtype).max
-  cut = jnp.where(
-    state.by_index, _cast(last - state.low, COUNT) + 1, state.size
-  )
-  finite = state.finite | (not jnp.issubdtype(dtype, jnp.floating))
-  return Found(
-    jnp.where(none, top, state.level), jnp.where(none, 0, cut), finite
-  )
+  state, none = State.unpack(table), np.uint32(0)
+  cut = _cast(np.iinfo(table.dtype).max - state.low, COUNT) + 1
+  cut = jnp.where(state.by_index, cut, state.size)
+  is_empty = state.keep == 0
+  level = jnp.where(is_empty, np.iinfo(key_dtype).max, state.level)
+  return Found(level, jnp.where(is_empty, none, cut), state.finite)

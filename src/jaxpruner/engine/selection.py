@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float, UInt, UInt8
 from jaxpruner.engine import counting, order, search, warm_start
 from jaxpruner.engine.dispatch import tell_if_sharded
 from jaxpruner.engine.expression import Scores, apply, value
-from jaxpruner.engine.leaves import MASK_DTYPE, Group
+from jaxpruner.engine.leaves import Group
 
 _LARGEST = (1 << 32) - 1
 
@@ -80,48 +80,56 @@ def select(
       )
   arrays = jax.tree.leaves((list(scores), hint))
   if any(isinstance(x, jax.core.Tracer) for x in arrays):
-    return _select_groups(list(scores), counts, hint, together)
+    return _select(list(scores), counts, hint, together)
   # Outside `jit` there is nothing to fuse with: expressions become arrays, and
   # all that follows is one compiled function.
   return _select_jitted([value(s) for s in scores], counts, hint, together)
 
 
-def _select_groups(
+def _select(
   scores: list[Scores],
   keep: Any,
   hint: Float[Array, "leaves 3"] | None,
   together: bool,
 ) -> Selection:
-  leaves = _ranked(scores, together)
-  groups: dict[Any, list[int]] = {}
-  for i, leaf in enumerate(leaves):
-    groups.setdefault(jnp.dtype(leaf.dtype), []).append(i)
-  masks: dict[int, Array] = {}
-  finite = jnp.ones(len(leaves), jnp.bool_)
-  for ids in groups.values():
-    group = Group([leaves[i] for i in ids], together)
-    found = _select_group(
-      group,
-      keep if together else pick(keep, ids),
-      hint if hint is None or together else pick(hint, ids),
-    )
-    masks |= zip(ids, found.masks, strict=True)
-    if together:
-      finite = jnp.stack([all_finite(s) for s in scores])
-    elif len(groups) == 1:
-      finite, hint = found.finite, found.hint
-    else:
-      finite = finite.at[np.array(ids)].set(found.finite)
-      if hint is not None:
-        hint = hint.at[np.array(ids)].set(found.hint)
-  return Selection([masks[i] for i in range(len(leaves))], finite, hint)
+  if not scores:
+    return Selection([], jnp.ones(0, jnp.bool_), hint)
+  # Thresholds of floats are extrapolated; floats of all widths are floats of
+  # the widest, exactly.
+  are_floats = all(jnp.issubdtype(s.dtype, jnp.floating) for s in scores)
+  near = hint if are_floats and not together else None
+  leaves = _ranked(scores, together or near is not None)
+  group = Group(lax.stop_gradient(leaves), together)
+  counts = _counts_of(group, lax.stop_gradient(keep))
+
+  def run(
+    is_sharded: bool, leaves: list[Scores], keep: Array, near: Array | None
+  ) -> list[Array]:
+    group = Group(leaves, together)
+    return list(counting.find_thresholds(group, keep, near, is_sharded))
+
+  key = order.search_dtype(group.key_dtype)
+  shapes = [(counts.shape, dtype) for dtype in (key, jnp.uint32, jnp.bool_)]
+  near = lax.stop_gradient(near)
+  args = (group.leaves, counts, near)
+  level, cut, finite = tell_if_sharded(run, shapes, *args)
+  if together:
+    finite = jnp.stack([all_finite(s) for s in scores])
+  if near is not None:
+    hint = warm_start.follow(near, level, leaves[0].dtype)
+  return Selection(group.masks(level, cut), finite, hint)
 
 
-_select_jitted = jax.jit(_select_groups, static_argnums=3)
+_select_jitted = jax.jit(_select, static_argnums=3)
 
 
-def _ranked(scores: list[Scores], together: bool) -> list[Scores]:
-  """Return the scores in the dtypes in which they are ranked."""
+def _ranked(scores: list[Scores], alike: bool) -> list[Scores]:
+  """Return the scores in the dtypes in which they are ranked.
+
+  Args:
+    scores: the scores of each leaf.
+    alike: whether all are ranked in one dtype.
+  """
   dtypes: list[Any] = []
   for score in scores:
     dtype = jnp.dtype(score.dtype)
@@ -129,7 +137,7 @@ def _ranked(scores: list[Scores], together: bool) -> list[Scores]:
       raise ValueError(f"scores of dtype {dtype} have no order: use jnp.abs")
     is_tiny = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize == 1
     dtypes.append(jnp.dtype(jnp.bfloat16) if is_tiny else dtype)
-  if together and scores:
+  if alike:
     dtypes = [jnp.dtype(jnp.result_type(*dtypes))] * len(scores)
   return [
     score
@@ -137,30 +145,6 @@ def _ranked(scores: list[Scores], together: bool) -> list[Scores]:
     else apply(lambda x, t=dtype: x.astype(t), score)
     for score, dtype in zip(scores, dtypes, strict=True)
   ]
-
-
-def pick(counts: Sequence[Any] | Array, ids: Sequence[int]) -> Any:
-  """Return the counts at some positions.
-
-  An array is indexed as a whole, because one kernel per entry would cost more.
-
-  Args:
-    counts: a list of counts, or one array of them.
-    ids: the positions to return.
-
-  Returns:
-    A list if `counts` is a list, else an array.
-
-  Example:
-    >>> from jaxpruner import mask_calculator
-    >>> mask_calculator.pick([5, 6, 7], [0, 2])
-    [5, 7]
-  """
-  if len(ids) == len(counts):
-    return counts
-  if isinstance(counts, Array | np.ndarray):
-    return counts[np.array(ids, np.int32)]
-  return [counts[i] for i in ids]
 
 
 def _counts_of(group: Group, keep: Any) -> UInt[Array, " segments"]:
@@ -176,34 +160,6 @@ def _counts_of(group: Group, keep: Any) -> UInt[Array, " segments"]:
   else:
     counts = clipped(keep).reshape(-1)
   return jnp.minimum(counts, group.segment_sizes.astype(np.uint32))
-
-
-def _select_group(
-  group: Group, keep: Any, hint: Float[Array, "leaves 3"] | None
-) -> Selection:
-  together, dtype = group.together, group.dtype
-
-  def run(
-    is_sharded: bool, leaves: list[Scores], keep: Array, near: Array | None
-  ) -> list[Array]:
-    group = Group(leaves, together)
-    found = counting.find_thresholds(group, keep, near, is_sharded)
-    masks = group.masks(found.level, found.cut)
-    return [*masks, found.finite, found.level]
-
-  is_float = jnp.issubdtype(dtype, jnp.floating)
-  near = hint if is_float and not together else None
-  args = lax.stop_gradient((group.leaves, _counts_of(group, keep), near))
-  number = args[1].shape
-  shapes = [
-    *((leaf.shape, MASK_DTYPE) for leaf in group.leaves),
-    (number, jnp.bool_),
-    (number, order.search_dtype(dtype)),
-  ]
-  *masks, finite, level = tell_if_sharded(run, shapes, *args)
-  if near is not None:
-    hint = warm_start.follow(near, level, dtype)
-  return Selection(masks, finite, hint)
 
 
 def all_finite(*scores: Scores) -> Bool[Array, ""]:

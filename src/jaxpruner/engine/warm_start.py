@@ -59,5 +59,5 @@ def guess(
   """Return keys around the extrapolated thresholds."""
   level, move, error = (hint[:, i, None] for i in range(3))
   scores = (level + move + error * _ERRORS).astype(dtype)
-  keys = order.sort_key(scores).astype(order.search_dtype(dtype))
-  return keys + _APART.astype(keys.dtype)
+  keys = order.sort_key(scores)
+  return keys.astype(order.search_dtype(dtype)) + _APART

@@ -58,7 +58,7 @@ def _trailing_zeros(_, word):
 
 @intrinsic
 def _hashes(_, first, step, start, out):
-  """Write the upper 24 bits of `engine.draw.at` for 64 neighbours."""
+  """Write the upper 24 bits of `updater.draw.at` for 64 neighbours."""
   kind = ir.VectorType(I32, VECTOR)
   same = lambda n: ir.Constant(kind, [n] * VECTOR)
 
@@ -650,7 +650,7 @@ def _run(frame, by_gradient):
   """Rewire one leaf.
 
   Operands: starts, indices, slots (by row), values, left (int32), and the two
-  words of `engine.draw` and the index of the first weight, or x (rows / 4,
+  words of `updater.draw` and the index of the first weight, or x (rows / 4,
   batch, 4) and g (panels, batch, 64).
   Results: the lists by row, the lists by column, moved (uint8 per slot), and
   whether all scores are finite (uint8).

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jaxpruner.engine import draw
 from jaxpruner.kept.places import fold
 from jaxpruner.sparse import formats
+from jaxpruner.updater import draw
 
 Pairs = tuple[tuple[Array, Array], ...]
 

@@ -1,3 +1,7 @@
+# pyright: strict
+# JAX's own annotations are partial:
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
 """Functions as programs: one tracer, one evaluator, one set of tables.
 
 `trace` turns a function into a `Program`, a flat list of operations. `run`

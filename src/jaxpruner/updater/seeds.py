@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxpruner import _leaves, sparsity_distributions
 from jaxpruner._leaves import PyTree
-from jaxpruner.engine.draw import draw
+from jaxpruner.updater.draw import draw
 from jaxpruner.updater.state import Array, seed_data
 
 

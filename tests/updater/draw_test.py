@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpruner.engine import draw
+from jaxpruner.updater import draw
 
 SHAPE, TRIALS = (256, 256), 100
 SIZE = SHAPE[0] * SHAPE[1]

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import Array
 
 
 class AtStep(NamedTuple):
@@ -47,41 +47,33 @@ def _exact_ones(size: int, sparsity: float) -> int:
   return min(size, max(1, kept))
 
 
+def _product(a: Any, b: Any) -> tuple[Array, Array]:
+  """Return the upper and the lower 32 bits of products of uint32."""
+  low = (a & 0xFFFF) * (b & 0xFFFF)
+  middle = (a >> 16) * (b & 0xFFFF) + (low >> 16)
+  cross = (a & 0xFFFF) * (b >> 16) + (middle & 0xFFFF)
+  high = (a >> 16) * (b >> 16) + (middle >> 16) + (cross >> 16)
+  return high, (cross << 16) | (low & 0xFFFF)
+
+
 def _traced_ones(size: Any, sparsity: Array) -> Array:
   """`round_half_even(size * (1 - sparsity))` in 32-bit words, elementwise.
 
-  A float32 is `mantissa / 2**shift`; size * mantissa takes 56 bits, of which
-  a float32 product would keep 24.
+  The sparsity is taken as 64 binary digits after the point, two words: all
+  that a float32 has from 2**-40 on. Below that, nothing is removed.
   """
   word, size = jnp.uint32, np.asarray(size, np.uint32)
-  bits = lax.bitcast_convert_type(jnp.clip(sparsity, 0, 1), word)
-  exponent = bits >> 23
-  mantissa = jnp.where(exponent > 0, (bits & 0x7FFFFF) | 0x800000, 0)
-  # Beyond 57 the product is below one half, whatever the size.
-  shift = jnp.minimum(word(150) - exponent, 57)
-
-  low, high = jnp.zeros_like(bits), jnp.zeros_like(bits)
-  for i, part in enumerate((mantissa & 0xFFF, mantissa >> 12)):
-    for j, half in enumerate((size & 0xFFFF, size >> 16)):
-      product, by = part * half, 12 * i + 16 * j  # below 2**28
-      low = low + (product << by)
-      carry = (low < (product << by)).astype(word)
-      high = high + carry + (product >> (32 - by) if by else 0)
-
-  def shifted(by: Array) -> Array:
-    near = (low >> by) | (high << (32 - by))
-    return jnp.where(by < 32, near, high >> (by - 32))
-
-  removed, below = shifted(shift), shift - 1
-  half = (shifted(below) & 1) == 1
-  under = jnp.minimum(below, 31)
-  rest = (low & ((word(1) << under) - 1)) != 0
-  rest |= (below > 31) & ((low >> 31) != 0)
-  over = jnp.maximum(below, 32) - 32
-  rest |= (high & ((word(1) << over) - 1)) != 0
-  ones = size - removed
-  # The fraction is taken away, so it rounds down from above one half.
-  ones -= (half & (rest | ((ones & 1) == 1))).astype(word)
+  scaled = jnp.clip(sparsity, 0, 1) * np.float32(2.0**32)
+  whole = scaled.astype(word)
+  digits = ((scaled - whole.astype(scaled.dtype)) * 2.0**32).astype(word)
+  (removed, half), (carry, tail) = _product(size, whole), _product(size, digits)
+  half += carry
+  ones = size - removed - (half < carry).astype(word)
+  # `half` and `tail` are what is removed beside whole weights, from one half on
+  # rounded up; exactly one half is rounded to an even number of ones.
+  is_more = ((half << 1) != 0) | (tail != 0) | ((ones & 1) == 1)
+  ones -= ((half >> 31 == 1) & is_more).astype(word)
+  ones = jnp.where(sparsity < 1, ones, 0)
   return jnp.maximum(ones, np.minimum(size, np.uint32(1)))
 
 
@@ -137,3 +129,27 @@ def num_ones_each(sizes: Sequence[int], sparsities: Sequence[AtStep]) -> Array:
   ones = jnp.maximum(_traced_ones(sizes, now), exact)
   done = now >= np.asarray(target, np.float32)
   return jnp.where(done, exact, ones)
+
+
+def pick(counts: Sequence[Any] | Array, ids: Sequence[int]) -> Any:
+  """Return the counts at some positions.
+
+  An array is indexed as a whole, because one kernel per entry would cost more.
+
+  Args:
+    counts: a list of counts, or one array of them.
+    ids: the positions to return.
+
+  Returns:
+    A list if `counts` is a list, else an array.
+
+  Example:
+    >>> from jaxpruner import mask_calculator
+    >>> mask_calculator.pick([5, 6, 7], [0, 2])
+    [5, 7]
+  """
+  if len(ids) == len(counts):
+    return counts
+  if isinstance(counts, Array | np.ndarray):
+    return counts[np.array(ids, np.int32)]
+  return [counts[i] for i in ids]
