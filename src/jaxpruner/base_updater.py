@@ -341,7 +341,7 @@ class BaseUpdater:
     stats = sparse_state.stats
     hint = stats.get("hint") if isinstance(stats, dict) else None
     found = self._select(view, scores, wanted, hint)
-    if hint is not None:
+    if hint is not None and found.hint is not None:
       stats = {**stats, "hint": found.hint}
       sparse_state = sparse_state._replace(stats=stats)
     return self._replace_masks(view, sparse_state, found.masks, found.finite)
@@ -739,7 +739,9 @@ class BaseUpdater:
 
     Args:
       params: the parameters.
-      sparse_state: the state, for its key; None derives a key.
+      sparse_state: the state, for its key. None, or the state of an algorithm
+        whose category does not need "random", derives a key from `rng_seed` or
+        from the parameters.
       salt: an integer, may be traced; each salt gives different scores.
 
     Returns:
@@ -753,7 +755,7 @@ class BaseUpdater:
       ((2, 2), True)
     """
     key = None if sparse_state is None else sparse_state.key
-    key = seeds.key_of(self, params) if key is None else key
+    key = seeds.key_of(self, params) if _leaves.is_absent(key) else key
     return seeds.random_scores(params, key, salt)
 
   def view(self, params: PyTree, targets: Sparsities = None) -> Prunable:

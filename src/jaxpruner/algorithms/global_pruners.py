@@ -21,6 +21,8 @@ class GlobalPruning(base_updater.BaseUpdater):
     custom_sparsity_map: maps an exact path or a glob to a sparsity; each of
       these leaves is ranked alone.
     use_normalization: divide the scores of each leaf by their L2 norm first.
+      The norm is a sum of floats: its last bit, and so a weight at the
+      threshold, may depend on how the leaf is spread over devices.
 
   Example:
     >>> import dataclasses, jax.numpy as jnp

@@ -219,7 +219,7 @@ def _count_leaf(
   rows = _rows(keys.size)
   if not is_sharded:
     keys = keys.reshape(rows, -1) if rows > 1 else keys.reshape(-1)
-  is_narrow = keys.dtype.itemsize <= 2 and keys.shape[-1] < 1 << 16
+  is_narrow = keys.dtype.itemsize <= 2 and math.prod(keys.shape[-1:]) < 1 << 16
   word = jnp.uint16 if is_narrow else COUNT
   index = flat_index(keys.shape) + offset
   return search.reached(

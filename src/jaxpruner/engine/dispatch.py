@@ -74,7 +74,11 @@ def tell_if_sharded(run: Run, shapes: list[Any], *args: Any) -> list[Array]:
   """
   flat, treedef = jax.tree.flatten(args)
   if any(map(manual_axes, flat)):
-    return run(False, *args)
+    # Inside `shard_map`; axes that are not manual may still split an array.
+    meshes = [jax.typeof(x).sharding.mesh for x in flat]
+    return run(
+      any(set(m.manual_axes) != set(m.axis_names) for m in meshes), *args
+    )
   specs = [jax.typeof(x).sharding.spec for x in flat]
   if any(axis is not None for spec in specs for axis in spec):
     return run(True, *args)

@@ -212,7 +212,8 @@ def totals(
   if word is not None and values[0].size > ONE_THREAD and len(axes) > 1:
     values = sums([v.astype(word) for v in values], axes[-1:])
     axes = axes[:-1]
-  return sums([v.astype(COUNT) for v in values], axes) if axes else values
+  values = [v.astype(COUNT) for v in values]
+  return sums(values, axes) if axes else values
 
 
 @jax.jit

@@ -57,7 +57,7 @@ def run(
       operations.
     args: one value for each of its inputs.
     visit: returns the results of an operation; by default those of `bind`.
-    constant: returns the value of a constant; by default its array.
+    constant: returns the value of a constant; by default its `value`.
 
   Returns:
     One value for each output.

@@ -4,14 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-
-if TYPE_CHECKING:  # its import takes a tenth of the time of JAX's
-  from jaxtyping import Array, Shaped
+from jaxtyping import Array, Shaped
 
 
 def pads(

@@ -32,7 +32,8 @@ def to_semi_structured(kernel: Any, dtype: Any = "float16") -> np.ndarray:
   Example:
     >>> import jaxpruner
     >>> kernel = np.random.default_rng(0).normal(size=(32, 16))
-    >>> kernel = np.where(jaxpruner.NByM(2, 4).mask(abs(kernel), 0.5), kernel, 0)
+    >>> mask = jaxpruner.NByM(2, 4).mask(abs(kernel), 0.5)
+    >>> kernel = np.where(mask, kernel, 0)
     >>> matrix = to_semi_structured(kernel)
     >>> matrix.shape, matrix.dtype.name, int((matrix != 0).sum())
     ((16, 32), 'float16', 256)

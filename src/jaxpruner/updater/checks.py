@@ -175,12 +175,17 @@ def check_made_by(updater: Any, params: PyTree, state: SparseState) -> None:
     "pruner that made it, or call tx.init(params) with continue_sparse=True "
     "to go on from its zeros"
   )
-  for i, mask in enumerate(_leaves.align(params, state.masks)):
+  named, _ = _leaves.flatten_with_names(params)
+  masks = _leaves.align(params, state.masks)
+  for i, ((names, _), mask) in enumerate(zip(named, masks, strict=True)):
     if (mask is not None) != (i in view.places):
+      problem = (
+        f"holds no mask, but {name} prunes it"
+        if mask is None
+        else f"holds a mask, but {name} does not prune it"
+      )
       raise ValueError(
-        f"params leaf {_leaves.join(view.all_names[i])!r}: the state "
-        f"{'holds no mask, but' if mask is None else 'holds a mask, but not'} "
-        f"{name} prunes it; {cure}"
+        f"params leaf {_leaves.join(names)!r}: the state {problem}; {cure}"
       )
   stored = view.of(state.target_sparsities, "target_sparsities")
   for names, wanted, found in zip(

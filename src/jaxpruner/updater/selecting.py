@@ -63,7 +63,7 @@ def scores_of(
     state,
     grads,
   )
-  return view.of(scores, "scores")
+  return view.of(scores, "scores", packed=False)
 
 
 def keep_highest(
