@@ -179,7 +179,7 @@ def test_views_are_kept_for_few_trees_only():
 
 def test_no_prunable_leaf_is_no_sparsity_and_no_mask():
   params = {"b": jnp.ones(3)}
-  updater = made(sparsity_distribution_fn=lambda params: {"b": None})
+  updater = made(sparsity_distribution_fn=lambda _: {"b": None})
   state = updater.init_state(params)
   assert updater.sparsities_at(updater.view(params), state, 0) == []
   assert updater.update_state(state, params, params) is state

@@ -236,7 +236,7 @@ def test_a_walk_over_what_is_like_params_reaches_the_rest_once(before):
     tx.init(PARAMS)
   state = made(jaxpruner.RigL).wrap_optax(optax.adam(0.1)).init(PARAMS)
   found = optax.tree_map_params(
-    tx, lambda x: "params", state, transform_non_params=lambda x: "other"
+    tx, lambda _: "params", state, transform_non_params=lambda _: "other"
   )
   leaves = jax.tree.leaves(found)
   masks = 1  # of "a"; "b" stays dense
