@@ -94,25 +94,27 @@ def test_layers_of_a_stack_are_selected_refused_and_counted_alone(axis, packed):
   layers = rng.permutation(3 * 5 * 4).reshape(3, 5, 4).astype(np.float32) + 1
   whole = np.moveaxis(layers, 0, axis)
   whole = np.ascontiguousarray(whole)
-  params = {"w": jnp.asarray(whole), "x": jnp.arange(1.0, 9).reshape(2, 4)}
+  plain = jnp.arange(1.0, 9).reshape(2, 4)
+  params = {"a": plain, "w": jnp.asarray(whole), "x": plain}
   updater = made(stacked_axis={"w": axis}, use_packed_masks=packed)
   tx = updater.wrap_optax(optax.sgd(0.0))
   state = tx.init(params)
   bad = np.moveaxis(layers.copy(), 0, axis)
   bad[(slice(None),) * axis + (1,)] = np.inf
-  bad = {"w": jnp.asarray(bad), "x": params["x"]}
+  bad = {**params, "w": jnp.asarray(bad)}
   _, state = jax.jit(tx.update)(params, state, bad)
   view = updater.view(params)
   found = [np.asarray(m) for m in view.of(state.masks)]
-  for i, (mask, layer) in enumerate(zip(found[:3], layers, strict=True)):
+  for i, (mask, layer) in enumerate(zip(found[1:4], layers, strict=True)):
     expected = np.ones((5, 4)) if i == 1 else largest(layer, 10)
     np.testing.assert_array_equal(mask, expected)
-  np.testing.assert_array_equal(found[3].ravel(), [0] * 4 + [1] * 4)
-  assert state.skipped.tolist() == [0, 1, 0, 0]
-  assert state.tally.kept.tolist() == [10, 20, 10, 4]
-  assert state.tally.dropped.tolist() == [10, 0, 10, 4]
-  assert state.tally.size.tolist() == [20, 20, 20, 8]
-  assert view.stacks == [[0, 1, 2]]
+  for mask in (found[0], found[4]):
+    np.testing.assert_array_equal(mask.ravel(), [0] * 4 + [1] * 4)
+  assert state.skipped.tolist() == [0, 0, 1, 0, 0]
+  assert state.tally.kept.tolist() == [4, 10, 20, 10, 4]
+  assert state.tally.dropped.tolist() == [4, 10, 0, 10, 4]
+  assert state.tally.size.tolist() == [8, 20, 20, 20, 8]
+  assert view.stacks == [[1, 2, 3]]
 
 
 # --- rankings ----------------------------------------------------------------
