@@ -204,3 +204,30 @@ def test_a_random_mask_is_that_of_its_seed():
     state._replace(count=jnp.int32(t)), PARAMS, GRADS
   ).masks["a"]
   assert not np.array_equal(at(1), at(2))
+
+
+@dataclasses.dataclass(frozen=True)
+class ToLast(jaxpruner.redistribution.Redistribution):
+  """All that is dropped grows in the last leaf."""
+
+  def __call__(self, masks, momentum):
+    del momentum
+    return jnp.arange(len(masks)) == len(masks) - 1.0
+
+
+def test_what_is_dropped_grows_where_its_share_says():
+  pruner = jaxpruner.Rewiring(
+    redistribute=ToLast(),
+    drop_fraction=0.5,
+    sparsity_distribution_fn=functools.partial(
+      jaxpruner.sparsity_distributions.uniform, sparsity=0.5
+    ),
+  )
+  state = pruner.init_state(PARAMS)._replace(count=jnp.int32(3))
+  new = pruner.update_state(state, PARAMS, GRADS)
+  assert [int(m.sum()) for m in new.masks.values()] == [4, 12]
+
+
+def test_a_name_of_the_papers_library_is_found_with_a_warning():
+  with pytest.warns(Warning, match="restart_inner_state"):
+    assert callable(sparse_trainers.restart_inner_state)

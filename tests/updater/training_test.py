@@ -246,3 +246,29 @@ def test_a_walk_over_what_is_like_params_reaches_the_rest_once(before):
   if before:
     assert jax.tree.structure(found) == jax.tree.structure(state)
   assert found.count == "other" and found.inner_state[0].count == "other"
+
+
+def test_two_moments_that_are_one_value_are_made_fresh_each_as_it_began():
+  def update(grads, state, params=None):
+    del state, params
+    new = jax.tree.map(lambda g: 2 * g, grads)
+    return grads, {"m": new, "n": new}
+
+  inner = optax.GradientTransformation(
+    lambda params: {
+      "m": jax.tree.map(jnp.zeros_like, params),
+      "n": jax.tree.map(jnp.ones_like, params),
+    },
+    update,
+  )
+  updater = made(
+    jaxpruner.RigL, skip_gradients=False, is_sparse_gradients=False
+  )
+  tx = updater.wrap_optax(inner)
+  state = tx.init(PARAMS)
+  params = updater.post_gradient_update(PARAMS, state)
+  _, state = jax.jit(tx.update)(GRADS, state, params)
+  kept = np.asarray(state.masks["a"]) == 1
+  for name, start in (("m", 0), ("n", 1)):
+    expected = np.where(kept, 2 * GRADS["a"], start)
+    np.testing.assert_array_equal(state.inner_state[name]["a"], expected)
