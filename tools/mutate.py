@@ -75,11 +75,7 @@ ROOMS = {
   "engine": (["engine"], ["tests/engine", "tests/mask_calculator_test.py"]),
   "updater": (
     ["base_updater.py", "updater"],
-    [
-      "tests/updater",
-      "tests/algorithms/contract_test.py",
-      "tests/bad_input_test.py",
-    ],
+    ["tests/updater", "tests/bad_input_test.py"],
   ),
   "trainers": (
     ["algorithms/sparse_trainers.py"],

@@ -112,6 +112,11 @@ def test_reproduce_lists_cells_and_names_the_nearest(saved, capsys):
   assert "static_sparse@0.8" in capsys.readouterr().err
 
 
+def test_reproduce_refuses_another_task(saved, capsys):
+  assert cli.main(["reproduce", str(saved), "dense", "--task", "copy"]) == 2
+  assert "the run's task is 'digits'" in capsys.readouterr().err
+
+
 def test_reproduce_imports_no_module_on_the_word_of_a_file(saved, capsys):
   lines = saved.read_text().splitlines()
   info = json.loads(lines[0])

@@ -1,6 +1,7 @@
 """Settings: what is refused, what is filled in, what is listed."""
 
 import compare_helpers as helpers
+import numpy as np
 import pytest
 
 import jaxpruner
@@ -159,7 +160,23 @@ def test_one_value_stands_for_a_list_of_one(tmp_path):
     (["--sparsity", ""], "write fractions"),
     (["--algorithms", ","], "is empty"),
     (["--out", ""], "--out '': is empty"),
+    (["--out", "\0"], "--out '\\x00'"),
     (["--jobs", "0"], "--jobs 0"),
+    # As of a variable of the shell that is not set: not what was asked for.
+    (["--type", ""], "--type '': is empty"),
+    (["--data", ""], "--data '': is empty"),
+    (["--init", ""], "--init '': is empty"),
+    (["--config", ""], "--config '': is empty"),
+    (["--question", ""], "--question '': is empty"),
+    # Steps and seeds are counted in int32.
+    (["--steps", f"{2**31}"], "--steps 2147483648"),
+    (["--seeds", f"{2**31}"], "--seeds 2147483648"),
+    (["--devices", f"{2**31}"], "--devices 2147483648"),
+    (["--set", "width=99999999999"], "--set width=99999999999"),
+    (
+      ["--algorithms", "rigl{storage=kept,distill=0.5}"],
+      "a teacher's loss is not traced at kept size",
+    ),
     (["--import", "no_such_module"], "--import 'no_such_module'"),
   ],
 )
@@ -169,6 +186,16 @@ def test_nothing_starts_before_every_option_is_checked(
   monkeypatch.setattr(command, "compare", lambda *_: pytest.fail("started"))
   assert command.run(parse(*words)) == 1
   assert reason in capsys.readouterr().err
+
+
+def test_a_checkpoint_that_does_not_fit_starts_nothing(tmp_path, capsys):
+  np.savez(tmp_path / "other.npz", w=np.ones(3))
+  (tmp_path / "empty.npz").write_bytes(b"")
+  for name in ("other.npz", "empty.npz", ".", "none"):
+    words = ["--init", str(tmp_path / name), "--out", str(tmp_path / "run")]
+    assert command.run(parse(*words)) == 1
+    assert f"--init {tmp_path / name}" in capsys.readouterr().err
+    assert not (tmp_path / "run" / "run.json").exists()
 
 
 def test_a_config_file_imports_nothing_by_itself(tmp_path, monkeypatch):

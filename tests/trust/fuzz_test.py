@@ -22,10 +22,11 @@ import compare_helpers
 import flax.serialization
 import fuzz
 import hub_models
+import jax
 import numpy as np
 import pytest
 
-from jaxpruner import datasets, sparse
+from jaxpruner import datasets, kept, sparse
 from jaxpruner.compare import files as compare_files
 from jaxpruner.compare import record_files, records, run_folder, settings, table
 from jaxpruner.datasets import archives
@@ -138,6 +139,41 @@ def make_model():
     path = pathlib.Path(folder) / "x"
     one.save(path, two, metadata={"n": [1, "x"]})
     return path.read_bytes()
+
+
+def make_kept():
+  """Weights at kept size: single ones, columns alike, and blocks."""
+  w = TREE["a"]["w"]
+  blocks = np.kron(np.eye(2, dtype=np.float32), np.ones((2, 2), np.float32))
+  with tempfile.TemporaryDirectory() as folder:
+    path = pathlib.Path(folder) / "x"
+    kept.save(path, {
+      "w": kept.from_dense(w),
+      "b": kept.from_dense(blocks, block=(2, 2)),
+      "dense": np.arange(3.0),
+    })  # fmt: skip
+    return path.read_bytes()
+
+
+def damage_kept(rng, content):
+  """Damage a file of kept weights; half the time what says how they lie."""
+  if rng.randrange(2):
+    return damage_file(rng, content)
+  header, data = split(content)
+  about = header["__metadata__"]
+  manifest = json.loads(about["jaxpruner"])
+  forms = manifest["metadata"]["jaxpruner.kept"]
+  manifest["metadata"]["jaxpruner.kept"] = fuzz.damage_tree(rng, forms)
+  about["jaxpruner"] = json.dumps(manifest)
+  return resealed(header, data)
+
+
+def read_kept(path):
+  is_kept = lambda leaf: isinstance(leaf, kept.KeptTensor)
+  for leaf in jax.tree.leaves(kept.load(path), is_leaf=is_kept):
+    # A sparse file may stand for more than memory holds.
+    if is_kept(leaf) and leaf.size < 1e6:
+      leaf.todense()
 
 
 def make_gguf():
@@ -389,6 +425,7 @@ READERS = {
   },
   "model": (make_model, damage_file, sparse.load_model,
             files.FileFormatError),
+  "kept": (make_kept, damage_kept, read_kept, files.FileFormatError),
   "gguf": (make_gguf, PLAIN, read_gguf, archives.DataError),
   "tgz": (make_tar, PLAIN, package_reader(".tgz"), archives.DataError),
   "tar": (lambda: make_tar("w"), PLAIN, package_reader(".tgz"),

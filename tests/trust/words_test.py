@@ -98,6 +98,18 @@ def test_a_picture_that_cannot_be_drawn_is_refused_first(
     assert (tmp_path / picture).stat().st_size > 1000
 
 
+@pytest.mark.parametrize("name", ["inspect", "prune", "pack", "unpack"])
+def test_an_empty_path_is_not_the_current_folder(
+  model, tmp_path, capsys, monkeypatch, name
+):
+  monkeypatch.chdir(model.parent)
+  out = [] if name == "inspect" else ["-o", tmp_path / "o"]
+  more = ["--sparsity", 0.5] if name == "prune" else []
+  assert command(name, "", *out, *more) == 1
+  assert "path of the checkpoint is empty" in said(capsys)
+  assert not (tmp_path / "o").exists()
+
+
 SURROGATE = b'{"__metadata__": {"note": "\\ud800"}}'
 
 

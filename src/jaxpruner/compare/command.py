@@ -149,6 +149,7 @@ def settings_from(args: argparse.Namespace) -> "ComparisonSettings":
   from jaxpruner.compare import settings as settings_lib
   from jaxpruner.compare.questions import asking
 
+  _check_running(args)
   values = settings_lib.read_config(args.config) if args.config else {}
   named = values.get("task", "")
   if ":" in named and named != args.task:
@@ -184,7 +185,6 @@ def settings_from(args: argparse.Namespace) -> "ComparisonSettings":
   settings = settings_lib.ComparisonSettings(**values)
   settings_lib.check_names(settings)
   plan.plan(settings)  # refuses options that an algorithm does not know
-  _check_running(args)
   return settings
 
 
@@ -236,11 +236,23 @@ def _options(args: argparse.Namespace, given: Any) -> dict[str, Any]:
 
 
 def _check_running(args: argparse.Namespace) -> None:
-  """Check the options that do not change the numbers."""
+  """Check the options that do not change the numbers, and empty ones."""
   if args.jobs is not None and args.jobs < 1:
     raise ValueError(f"--jobs {args.jobs}: need at least one")
-  if args.out == "":
-    raise ValueError("--out '': is empty; give a folder, or leave it out")
+  # An empty text is a variable of the shell that is not set: going on without
+  # it would not be what was asked for.
+  for option, value in {
+    "--out": args.out,
+    "--data": args.data,
+    "--init": args.checkpoint,
+    "--config": args.config,
+    "--question": args.question,
+    "--type": args.type,
+  }.items():
+    if value == "":
+      raise ValueError(f"{option} '': is empty; give a value, or leave it out")
+    if value is not None and "\0" in value:
+      raise ValueError(f"{option} {value!r}: holds a null character")
 
 
 class Running(NamedTuple):
@@ -280,6 +292,7 @@ def compare(settings: "ComparisonSettings", out: str, running: Running) -> int:
     latency,
     page,
     plan,
+    pretrained,
     records,
     run_folder,
     terminal,
@@ -290,6 +303,8 @@ def compare(settings: "ComparisonSettings", out: str, running: Running) -> int:
   task = plan.base_task(settings)
   # Raise for missing data now, not in every cell.
   data = task.load(settings.data or None)
+  if settings.checkpoint:
+    pretrained.read(settings.checkpoint, task)  # raises if it does not fit
   with run_folder.RunFolder(out) as run:
     info = fingerprint.run_info(settings, data, running.in_process)
     run.open_run(info)

@@ -98,6 +98,7 @@ def plan(settings: ComparisonSettings) -> Plan:
     names = fitting_algorithms()
   names = _with_tickets(names)
   _check_teachers(settings, names)
+  _check_kept(settings, names)
   points = options_axis(settings)
   cells = [Cell("dense", 0.0, options=options) for options in points]
   notes: dict[str, None] = {}
@@ -125,6 +126,20 @@ def _check_teachers(settings: ComparisonSettings, names: list[str]) -> None:
   taught = [name for name in names if distillation_of(name)]
   if taught and (problem := can_distill(base_task(settings))):
     raise ValueError(f"--algorithms {taught[0]!r}: {problem}")
+
+
+def _check_kept(settings: ComparisonSettings, names: list[str]) -> None:
+  """Raise if a row is to be stored at kept size, and its task cannot be."""
+  # Imported on use: it starts the training's modules.
+  from jaxpruner.compare import kept_training
+
+  for name in names:
+    if spelling.algorithm_of(name)[1].get("storage") == "kept":
+      taught = distillation_of(name) is not None
+      try:
+        kept_training.check(base_task(settings), None, taught)
+      except ValueError as error:
+        raise ValueError(f"--algorithms {name!r}: {error}") from error
 
 
 def _check_types(settings: ComparisonSettings) -> None:

@@ -78,6 +78,10 @@ def check_typed(settings: dict[str, Any], args: argparse.Namespace) -> None:
       f"{args.source}: names the task {task!r}; a file imports nothing by "
       f"itself: if you trust that module, type --task {task}"
     )
+  if args.task is not None and args.task != task:
+    raise ValueError(
+      f"--task {args.task!r}: the run's task is {task!r}; leave --task out"
+    )
   untyped = set(settings.get("imports") or ()) - set(args.imports or ())
   if untyped:
     named = " ".join(f"--import {name}" for name in sorted(untyped))

@@ -290,11 +290,17 @@ def _is_number(value: Any) -> bool:
   return real and abs(value) <= sys.float_info.max
 
 
+# JAX counts steps, seeds and rows in int32.
+_LARGEST = 2**31 - 1
+
+
 def _check_count(option: str, value: Any) -> None:
   if not _is_whole(value) or value < 1:
     raise ValueError(
       f"{option} {value!r}: must be a whole number of at least one"
     )
+  if value > _LARGEST:
+    raise ValueError(f"{option} {value}: must be at most {_LARGEST:,}")
 
 
 def _check_sparsity(values: Any) -> None:
@@ -347,8 +353,9 @@ def _kind_of(default: Any) -> tuple[Any, str]:
   if isinstance(default, bool):
     return lambda v: isinstance(v, bool), "true or false"
   if isinstance(default, int):
-    fits = lambda v: _is_whole(v) and v >= min(1, default)
-    return fits, f"a whole number of at least {min(1, default)}"
+    least = min(1, default)
+    fits = lambda v: _is_whole(v) and least <= v <= _LARGEST
+    return fits, f"a whole number from {least} to {_LARGEST:,}"
   if isinstance(default, float):
     return _is_number, "a finite number"
   if isinstance(default, str):

@@ -11,7 +11,7 @@ import numpy as np
 from jaxpruner.kept import layouts, tensors
 from jaxpruner.kept.blocks import BlockLayout, grid_of
 from jaxpruner.kept.places import fold
-from jaxpruner.sparse import files
+from jaxpruner.sparse import _safetensors, files
 from jaxpruner.sparsity_types import Block
 
 _KEY = "jaxpruner.kept"
@@ -92,7 +92,7 @@ def load(path: str | os.PathLike) -> Any:
         parent = _child(parent, key)
       last = keys[-1] if keys[-1] in parent else int(keys[-1])
       parent[last] = _tensor(path, name, parent[last], form)
-    except (KeyError, TypeError, ValueError) as error:
+    except (IndexError, KeyError, TypeError, ValueError) as error:
       raise files.FileFormatError(
         f"{path}: tensor {name!r} does not hold kept weights: {error}"
       ) from error
@@ -104,9 +104,10 @@ def _child(tree: Any, key: str) -> Any:
 
 
 def _tensor(path: Any, name: str, entry: Any, form: Any) -> tensors.KeptTensor:
-  # Files of single weights may end before the block and the axis.
-  shape, split, own, block, axis = [*form, None, None][:5]
-  shape, positions, values = tuple(shape), entry["positions"], entry["values"]
+  shape, split, own, block, axis = _checked(form)
+  if not isinstance(entry, dict):
+    raise ValueError("it is one array, not positions and values")
+  positions, values = entry["positions"], entry["values"]
   kind = None if block is None else Block.from_spec(block)
   if (kind is None) != (block is None) or not isinstance(kind, Block | None):
     raise ValueError(f"block={block!r} is unknown")
@@ -133,6 +134,32 @@ def _tensor(path: Any, name: str, entry: Any, form: Any) -> tensors.KeptTensor:
     stacked: Any = jax.tree.map(lambda *a: jnp.stack(a), *places)
     layout = tensors.restack(stacked, shape, axis)
   return tensors.KeptTensor(jnp.asarray(values), layout)
+
+
+def _checked(form: Any) -> tuple[tuple[int, ...], int, str, Any, Any]:
+  """Return shape, split, name, block and axis, or raise ValueError."""
+  if not isinstance(form, list) or not 3 <= len(form) <= 5:
+    raise ValueError(f"its form {form!r:.60} must be a list of 3 to 5 entries")
+  # Files of single weights may end before the block and the axis.
+  shape, split, own, block, axis = [*form, None, None][:5]
+  whole = lambda n: type(n) is int
+  if (
+    not isinstance(shape, list)
+    or len(shape) > _safetensors.MAX_RANK
+    or not all(whole(n) and 0 <= n <= layouts.LIMIT for n in shape)
+  ):
+    raise ValueError(f"shape {shape!r:.60} must be a list of whole numbers")
+  if not (
+    whole(split)
+    and isinstance(own, str)
+    and isinstance(block, str | None)
+    and (axis is None or whole(axis))
+  ):
+    raise ValueError(
+      f"split={split!r:.20}, name={own!r:.20}, block={block!r:.20}, "
+      f"axis={axis!r:.20} must be an integer, two texts and an integer"
+    )
+  return tuple(shape), split, own, block, axis
 
 
 def _layout(positions, shape, split, name, kind) -> Any:

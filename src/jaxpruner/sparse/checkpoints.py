@@ -119,6 +119,8 @@ def what_is(path: str | os.PathLike) -> str:
     >>> what_is(path)
     'npz'
   """
+  if not os.fspath(path):  # else "" would be the current folder
+    raise FileFormatError("the path of the checkpoint is empty; give one")
   path = pathlib.Path(path)
   mode = os.stat(path).st_mode
   if stat.S_ISDIR(mode):
