@@ -39,6 +39,8 @@ TASKS: Registry[Any] = Registry(
     "addition": f"{_HERE}.algorithmic:Addition",
     "copy": f"{_HERE}.algorithmic:Copy",
     "word-problems": f"{_HERE}.word_problems:WordProblems",
+    "digits-dropout": f"{_HERE}.dropout:DigitsDropout",
+    "fashion-dropout": f"{_HERE}.dropout:FashionDropout",
     "digits-longtail": f"{_HERE}.long_tail:DigitsLongTail",
     "fashion-longtail": f"{_HERE}.long_tail:FashionLongTail",
     "dqn-minatar": f"{_HERE}.dqn_minatar:DqnMinatar",
