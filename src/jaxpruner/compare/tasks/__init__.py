@@ -39,6 +39,7 @@ TASKS: Registry[Any] = Registry(
     "addition": f"{_HERE}.algorithmic:Addition",
     "copy": f"{_HERE}.algorithmic:Copy",
     "word-problems": f"{_HERE}.word_problems:WordProblems",
+    "translation": f"{_HERE}.translation:Translation",
     "digits-dropout": f"{_HERE}.dropout:DigitsDropout",
     "fashion-dropout": f"{_HERE}.dropout:FashionDropout",
     "digits-longtail": f"{_HERE}.long_tail:DigitsLongTail",
