@@ -38,6 +38,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
   "robustness": {"options": SHORT},
   "limits": {"options": SHORT, "sparsity": (0.8, 0.9, 0.95, 0.98)},
 }
+# The same question in other domains: language, federated, reinforcement.
+OTHERS: dict[str, Any] = {"options": {"steps": 200}, "sparsity": (0.5, 0.8)}
 NOTE = (
   "These are short trainings of a narrow network, chosen so that a question "
   "takes minutes on two cores: dense is some points below its plateau, and "
@@ -84,10 +86,11 @@ def section(path: pathlib.Path) -> str:
   ]
   for table in answer.question.tables(answer.found):
     parts.append(f"{table.title}:\n\n" + page.table(table.head, table.lines))
+  task = info.settings["task"]
   for name, figure in answer.figures().items():
-    figure.savefig(page.RESULTS / f"question-{name}.png", dpi=100)
-    caption = answer.question.captions[name]
-    parts.append(f"![{name}](question-{name}.png)\n\n{caption}")
+    picture = f"question-{name if task == 'fashion' else f'{task}-{name}'}.png"
+    figure.savefig(page.RESULTS / picture, dpi=100)
+    parts.append(f"![{name}]({picture})\n\n{answer.question.captions[name]}")
   return "\n\n".join(parts)
 
 
@@ -110,7 +113,7 @@ def main() -> None:
       question=name,
       seeds=args.seeds,
       out=f"{args.runs}/{args.task}-{name}",
-      **SETTINGS.get(name, {}),
+      **(SETTINGS.get(name, {}) if args.task == "fashion" else OTHERS),
     )
   page.RESULTS.mkdir(parents=True, exist_ok=True)
   runs = sorted(pathlib.Path(args.runs).glob("*/report.html"))

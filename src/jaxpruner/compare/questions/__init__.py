@@ -25,6 +25,7 @@ QUESTIONS: Registry[Question] = Registry(
     "tickets": f"{_HERE}.tickets:QUESTION",
     "robustness": f"{_HERE}.robustness:QUESTION",
     "limits": f"{_HERE}.limits:QUESTION",
+    "distribution": f"{_HERE}.distribution:QUESTION",
   },
   # A question is known by the function that answers it.
   owner=lambda question: getattr(question, "verdict", question),
