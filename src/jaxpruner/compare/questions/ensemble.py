@@ -35,8 +35,9 @@ def axes(task: Any) -> dict[str, Any]:
     "algorithms": ("static_sparse", "set", "rigl"),
     "sparsity": (0.8, 0.9, 0.95),
   }
-  if hasattr(task, "dropout"):
-    found["options"] = {"dropout": (0.0, task.dropout or 0.2)}
+  rate = getattr(task, "dropout", None)
+  if rate is not None:
+    found["options"] = {"dropout": (0.0, rate or 0.2)}
   return found
 
 

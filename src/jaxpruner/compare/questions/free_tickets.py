@@ -1,7 +1,7 @@
 """FreeTickets: an ensemble of sparse networks from one chain of trainings.
 
-After Liu et al., "Deep Ensembling with No Training Overhead nor Performance
-Loss" (FreeTickets, 2022), in the sequential form (EDST): a trained sparse
+After Liu et al., "Deep Ensembling with No Overhead for either Training or
+Testing" (FreeTickets, 2022), in the sequential form (EDST): a trained sparse
 network leaves its basin by a large change of its masks, is refined with a new
 cycle of the learning rate, and becomes the next member. All members together
 answer by the mean of their probabilities. The members of a static network
