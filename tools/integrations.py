@@ -105,6 +105,9 @@ FRAMEWORKS = {
   "purejaxrl": Framework("PureJaxRL", "", "purejaxrl", "Orbax", ("purejaxrl",)),
   "easydel": Framework("EasyDeL", "easydel", "easydel", "its own"),
   "levanter": Framework("Levanter", "levanter", "levanter", "its own"),
+  "loaders": Framework(
+    "torch, tf.data and grain loaders", "grain", "loaders", "—"
+  ),
   "libtpu": Framework("TPU, compiled by libtpu", "libtpu", "libtpu", "—"),
 }
 # What could not be run, and why.

@@ -8,7 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxpruner.compare import tasks
-from jaxpruner.compare.tasks import algorithmic, long_tail, sequences
+from jaxpruner.compare.tasks import (
+  algorithmic,
+  long_tail,
+  sequences,
+  translation,
+)
 from jaxpruner.compare.tasks import word_problems as stories
 
 
@@ -157,3 +162,16 @@ def test_the_tail_is_rare_in_training_and_not_in_the_test():
   assert set(data["tail_y"].tolist()) == {7, 8, 9}
   with pytest.raises(ValueError, match="at least 1"):
     long_tail.imbalanced(data, 0.5)
+
+
+def test_a_translation_is_learnt_and_counted_letter_by_letter(monkeypatch):
+  pairs = [(f"{a}{b}", f"{b}{a}") for a in "abcdefghij" for b in "klmnopqrst"]
+  pairs.append(("x" * 40, "too long"))
+  monkeypatch.setattr(translation.datasets, "load_names", lambda _: pairs)
+  monkeypatch.setattr(translation, "TEST", 20)
+  task = tasks.make_task("translation", {"width": 8, "depth": 1})
+  data = task.load()
+  assert len(data["train"]) == 80 and len(data["test"]) == 20
+  found = task.evaluate(task.init(jax.random.key(0)), data)
+  assert set(found) == {"letters", "exact match"}
+  assert 0 <= float(found["exact match"]) <= float(found["letters"]) <= 100

@@ -74,8 +74,16 @@ DATA = {
     "tail_x": shape((6, 28, 28), jnp.uint8),
     "tail_y": shape((6,), jnp.int32),
   },
+  "translation": {
+    "train": shape((30, 58), jnp.uint8),
+    "test": shape((20, 58), jnp.uint8),
+  },
   "dqn-minatar": {"frame": shape((10, 10, 4), jnp.float32)},
   "dqn-mspacman": {"frame": shape((84, 84, 4), jnp.float32)},
+}
+DATA |= {
+  "digits-dropout": DATA["digits"],
+  "fashion-dropout": DATA["fashion"],
 }
 NEEDS = {"dqn-minatar": "gymnax", "dqn-mspacman": "ale_py"}
 

@@ -1,5 +1,6 @@
 """Data files are untrusted: damaged or hostile ones are refused."""
 
+import contextlib
 import gzip
 import io
 import struct
@@ -143,3 +144,35 @@ def test_a_damaged_archive_of_enwik8_gets_words(tmp_path, name, cut):
   (tmp_path / name).write_bytes(raw[:cut] + b"\xff" + raw[cut + 1 :])
   with pytest.raises(datasets.DataError, match="enwik8|mingru|cannot be read"):
     datasets.load_enwik8(str(tmp_path))
+
+
+def catalogue_of(pairs):
+  """Return a `.mo` file, by its definition."""
+  start = 28 + 16 * len(pairs)
+  entries, body = ([], []), b""
+  for side in range(2):
+    for pair in pairs:
+      raw = pair[side].encode()
+      entries[side].append((len(raw), start + len(body)))
+      body += raw + b"\0"
+  head = (0x950412DE, 0, len(pairs), 28, 28 + 8 * len(pairs), 0, 0)
+  tables = [number for side in entries for entry in side for number in entry]
+  return struct.pack(f"<{7 + len(tables)}I", *head, *tables) + body
+
+
+@hypothesis.given(
+  st.dictionaries(
+    st.text(st.characters(exclude_characters="\0", codec="utf-8"), min_size=1),
+    st.text(st.characters(exclude_characters="\0", codec="utf-8"), min_size=1),
+    max_size=5,
+  )
+)
+def test_a_catalogue_gives_back_its_texts(pairs):
+  assert datasets.read_mo(catalogue_of([*pairs.items(), ("", "x")])) == pairs
+
+
+@hypothesis.given(st.binary(max_size=80), st.booleans())
+def test_a_damaged_catalogue_is_an_error_with_words(raw, head):
+  raw = struct.pack("<I", 0x950412DE) + raw if head else raw
+  with contextlib.suppress(datasets.DataError):
+    assert isinstance(datasets.read_mo(raw), dict)

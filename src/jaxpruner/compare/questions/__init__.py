@@ -21,9 +21,11 @@ QUESTIONS: Registry[Question] = Registry(
     "small-dense": f"{_HERE}.small_dense:QUESTION",
     "structure": f"{_HERE}.structure:QUESTION",
     "training-cost": f"{_HERE}.training_cost:QUESTION",
+    "ensemble": f"{_HERE}.ensemble:QUESTION",
     "tickets": f"{_HERE}.tickets:QUESTION",
     "robustness": f"{_HERE}.robustness:QUESTION",
     "limits": f"{_HERE}.limits:QUESTION",
+    "distribution": f"{_HERE}.distribution:QUESTION",
   },
   # A question is known by the function that answers it.
   owner=lambda question: getattr(question, "verdict", question),

@@ -48,9 +48,15 @@ def verdict(found: Findings) -> list[str]:
       / found.records[twin.id].training_flops
       for cell, twin in mine
     ]
+    # Widths are whole numbers: the sizes of a pair are only nearly equal.
+    sizes = [
+      found.records[twin.id].weights / found.records[cell.id].weights
+      for cell, twin in mine
+    ]
     last, twin = max(mine, key=lambda pair: (_size(found, pair[0]), pair[0][1]))
     sentences.append(
-      f"{name}, against a dense network with as many weights: "
+      f"{name}, against a dense network with as many weights "
+      f"({min(sizes):.2f} to {max(sizes):.2f} times): "
       f"{counted(differences)}. The largest network at "
       f"{percent(last.sparsity)}: {signed(found.better(last, twin))} "
       f"{found.unit} {found.metric}. Training it took {min(costs):.1f} to "

@@ -10,7 +10,13 @@ from jaxpruner.compare import spelling
 from jaxpruner.compare.cells import Cell
 from jaxpruner.compare.columns import percent
 from jaxpruner.compare.questions import drawing
-from jaxpruner.compare.questions.base import Findings, Question, Table, signed
+from jaxpruner.compare.questions.base import (
+  Findings,
+  Question,
+  Table,
+  judged,
+  signed,
+)
 from jaxpruner.compare.statistics import Estimate, estimate
 
 NARROWER = "narrower dense"
@@ -158,7 +164,9 @@ def verdict(found: Findings) -> list[str]:
     sign = -1 if found.higher_is_better else 1
     order = sorted(kinds, key=lambda kind: sign * kinds[kind][0].mean)
     others = ", ".join(
-      f"{kind} {signed(kinds[kind][1])}" for kind in order if kinds[kind][1]
+      f"{kind} {signed(gain)} ({judged(gain)})"
+      for kind in order
+      if (gain := kinds[kind][1])
     )
     sentences.append(
       f"At equal {cost} ({level:.2f} of dense) {order[0]} is best "
@@ -238,6 +246,8 @@ def pictures(found: Findings) -> dict[str, Any]:
       drawing.Curve(kind, [p[:2] for p in found_points], styles[kind])
       for kind, found_points in points.items()
     ]
+    if cost == "latency":  # not a function of sparsity: points, no lines
+      curves = [c._replace(style=c.style | {"ls": ""}) for c in curves]
     words = "measured latency" if cost == "latency" else cost
     drawing.draw(axis, curves, f"{words}, relative to dense", label)
     handles, labels = axis.get_legend_handles_labels()
