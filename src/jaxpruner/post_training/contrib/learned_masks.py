@@ -85,7 +85,7 @@ def learn_masks(
     raise ValueError(f"steps={steps!r} must be at least 1")
   named, treedef = _leaves.flatten_with_names(params)
   leaves = [leaf for _, leaf in named]
-  kinds = {
+  kinds: dict[int, Any] = {
     i: kind.for_leaf(names, leaf.shape)
     for i, (names, leaf) in enumerate(named)
     if filter_fn(names, leaf)
