@@ -97,7 +97,9 @@ def language(args: argparse.Namespace) -> None:
   """Measure a language model, dense and pruned."""
   model = models.load(args.model)
   learn, judge = to_learn(model, args.calibration), to_judge(model, args)
-  batches = np.array_split(learn, max(1, len(learn) // 4))
+  # Blocks learn from one batch per step: small ones give more steps.
+  size = lambda method: args.batch if "+blocks" in method else 4
+  split = lambda method: np.split(learn, len(learn) // size(method))
 
   def measure(key: str, params, extra: dict) -> None:
     start = time.perf_counter()
@@ -118,9 +120,11 @@ def language(args: argparse.Namespace) -> None:
       key = f"{args.model} {kind} {method}"
       if args.allocation != "uniform":
         key += f" {args.allocation}"
-      if not known(key, args.tokens):
+      if args.again or not known(key, args.tokens):
         base = method.removesuffix("+distill")
-        params, extra, masks = pruned(model, batches, base, 0.5, kind, args)
+        params, extra, masks = pruned(
+          model, split(method), base, 0.5, kind, args
+        )
         extra["calibration_tokens"] = int(learn.size)
         if base != method:
           params, more = recovered(model, params, masks, args)
@@ -133,7 +137,8 @@ def recovered(model, params, masks, args) -> tuple[Any, dict]:
   rows = to_learn(model, args.distill_windows, 2)
   rng = np.random.default_rng(0)
   batches = (
-    rows[rng.choice(len(rows), 4, replace=False)] for _ in itertools.count()
+    rows[rng.choice(len(rows), args.distill_batch, replace=False)]
+    for _ in itertools.count()
   )
   steps = []
 
@@ -142,14 +147,19 @@ def recovered(model, params, masks, args) -> tuple[Any, dict]:
     if step % 10 == 1:
       print(f"step {step}, loss {loss:.4f}", flush=True)
 
-  start = time.perf_counter()
+  start, cpu = time.perf_counter(), time.process_time()
   params = contrib.distill(
     model.apply_fn, params, masks, model.params, batches,
     seconds=60 * args.minutes, learning_rate=args.distill_rate,
     progress=progress,
   )  # fmt: skip
-  seconds = time.perf_counter() - start
-  return params, {"distill_seconds": seconds, "distill_steps": len(steps)}
+  return params, {
+    "distill_seconds": time.perf_counter() - start,
+    "distill_cpu_seconds": time.process_time() - cpu,
+    "distill_steps": len(steps),
+    "distill_rate": args.distill_rate,
+    "distill_batch": args.distill_batch,
+  }
 
 
 def views(photos: np.ndarray, width: int) -> np.ndarray:
@@ -240,7 +250,7 @@ def memory(args: argparse.Namespace) -> None:
 
 def pruned(model, batches, method, sparsity, kind, args, refit=False):
   """Prune by a method, or by "method+blocks": block by block, then trained."""
-  start = time.perf_counter()
+  start, cpu = time.perf_counter(), time.process_time()
   solver = method.removesuffix("+blocks")
   run: Any = functools.partial(post_training.prune, refit=refit)
   if solver != method:
@@ -248,6 +258,7 @@ def pruned(model, batches, method, sparsity, kind, args, refit=False):
       contrib.prune_blocks,
       epochs=args.epochs,
       learning_rate=args.learning_rate,
+      folder=args.keep and pathlib.Path(args.keep) / kind.replace(":", "-"),
     )
   params, masks, report = run(
     model.apply_fn,
@@ -260,8 +271,15 @@ def pruned(model, batches, method, sparsity, kind, args, refit=False):
     allocation=args.allocation,
     progress=lambda *at: print(*at, flush=True),
   )
-  seconds = time.perf_counter() - start
-  return params, {"sparsity": report.sparsity, "seconds": seconds}, masks
+  row = {
+    "sparsity": report.sparsity,
+    "seconds": time.perf_counter() - start,
+    "cpu_seconds": time.process_time() - cpu,
+  }
+  if solver != method:
+    row |= {"epochs": args.epochs, "learning_rate": args.learning_rate}
+    row |= {"batch": args.batch}
+  return params, row, masks
 
 
 def main() -> None:
@@ -278,10 +296,16 @@ def main() -> None:
     "--sparsities", nargs="*", type=float, default=[0.5, 0.7, 0.8, 0.9]
   )
   parser.add_argument("--epochs", type=int, default=5, help="of +blocks")
-  parser.add_argument("--learning-rate", type=float, default=1e-3)
+  parser.add_argument("--learning-rate", type=float, default=2e-3)
+  parser.add_argument("--batch", type=int, default=1, help="of +blocks")
+  parser.add_argument("--keep", help="folder of finished blocks, to go on from")
+  parser.add_argument(
+    "--again", action="store_true", help="measure what is there once more"
+  )
   parser.add_argument("--allocation", default="uniform")
   parser.add_argument("--minutes", type=float, default=20, help="of +distill")
   parser.add_argument("--distill-windows", type=int, default=512)
+  parser.add_argument("--distill-batch", type=int, default=1)
   parser.add_argument("--distill-rate", type=float, default=1e-4)
   parser.add_argument("--memory", action="store_true")
   args = parser.parse_args()

@@ -49,6 +49,8 @@ _REGISTRY: Registry[type[base_updater.BaseUpdater]] = Registry(
     "synflow": algorithms.SynFlow,
     "lamp": algorithms.LampPruning,
     "imp": algorithms.IterativeMagnitudePruning,
+    "admm": algorithms.AdmmPruning,
+    "s_ste": algorithms.SoftSte,
   },
 )
 

@@ -18,7 +18,7 @@ import jaxpruner
 
 STRAIGHT_THROUGH = (
   "magnitude_ste random_ste saliency_ste sr_ste movement soft_movement str "
-  "top_kast"
+  "top_kast s_ste"
 ).split()
 
 
@@ -96,7 +96,11 @@ def test_an_algorithm_trains_as_its_paper_says(name):
     )
     last = {k: np.copy(v) for k, v in mask.items()}
   moves = jaxpruner.algorithm_category(name)
-  if moves.when == "during" and name not in ("no_prune", "decaying_mask"):
+  if moves.when == "during" and name not in (
+    "no_prune",
+    "decaying_mask",
+    "admm",
+  ):
     assert changed >= 2, "the masks must change for the test to say something"
 
 

@@ -227,6 +227,51 @@ def decaying_mask(draws):
     yield mask, fade(w, t + 1)
 
 
+def admm(draws):
+  """Boyd et al., section 9.1: a step, a projection, the sum of what is left."""
+  w, mask, sgd = start(), ones(), Sgd()
+  z, u = start(), zeros()
+  yield mask, w
+  for t in range(STEPS):
+    g = gradient(t, w)
+    if t <= 4:
+      found = each({k: np.abs(w[k] + u[k]) for k in SHAPES}, SPARSITY)
+      z = masked(found, {k: w[k] + u[k] for k in SHAPES})
+      u = {k: u[k] + w[k] - z[k] for k in SHAPES}
+      mask = found if t == 4 else ones()
+    if t < 4:
+      g = {k: g[k] + 0.3 * (w[k] - z[k] + u[k]) for k in SHAPES}
+    w = masked(mask, sgd.step(w, g))
+    yield mask, w
+
+
+def soft_ste(draws):
+  """S-STE in pairs along the inputs: the smaller is removed, and subtracted."""
+  w = start()
+
+  def shrink(x):
+    mask, seen = np.zeros(x.shape, np.uint8), np.zeros(x.shape)
+    for i in range(0, x.shape[0], 2):
+      for j in range(x.shape[1]):
+        small, large = np.sort(np.abs(x[i : i + 2, j]))
+        best = i + int(np.argmax(np.abs(x[i : i + 2, j])))
+        mask[best, j] = 1
+        seen[best, j] = np.sign(x[best, j]) * (large - small)
+    return mask, seen
+
+  first = {k: shrink(w[k])[1] for k in SHAPES}
+  scale = {k: (w[k] * s).sum() / (s * s).sum() for k, s in first.items()}
+  for t in range(STEPS + 1):
+    masks = {k: shrink(w[k])[0] for k in SHAPES}
+    seen = {k: scale[k] * shrink(w[k])[1] for k in SHAPES}
+    if t == 0:  # params as given, masked: nothing has been updated yet
+      seen = masked(masks, w)
+    yield masks, seen
+    if t < STEPS:
+      g = gradient(t, seen)
+      w = {k: w[k] - RATE * g[k] for k in SHAPES}
+
+
 def acdc(draws):
   """Dense at step 0, sparse in [1, 3), dense in [3, 5), sparse from 5 on."""
   w, mask, sgd = start(), ones(), Sgd()
@@ -624,6 +669,8 @@ PAPERS = {
   "cram": (cram, RAMP | {"rho": 0.2}),
   "powerpropagation": (powerpropagation, RAMP),
   "decaying_mask": (decaying_mask, RAMP),
+  "admm": (admm, RAMP | {"penalty": 0.3}),
+  "s_ste": (soft_ste, {"sparsity_type": "1:2"}),
   "acdc": (
     acdc,
     {"update_freq": 2, "update_start_step": 1, "update_end_step": 5},

@@ -92,6 +92,21 @@ def test_fewer_layers_load_into_transformers(tmp_path, family):
   )  # fmt: skip
 
 
+@pytest.mark.parametrize(
+  "family",
+  [f for f in hub_models.CONFIGS if f not in ("bert", "vit", "opt")],
+)
+def test_fewer_heads_load_into_transformers(tmp_path, family):
+  hub_models.write_folder(tmp_path / "old", family)
+  model = models.load_folder(tmp_path / "old")
+  small = contrib.prune_heads(model, [hub_models.inputs(family)], keep=1)
+  models.save_folder(small, tmp_path / "new")
+  np.testing.assert_allclose(
+    ours(tmp_path / "new", family), theirs(tmp_path / "new", family),
+    atol=1e-4, rtol=1e-4,
+  )  # fmt: skip
+
+
 def test_generate_writes_what_transformers_would(tmp_path, capsys):
   folder = tmp_path / "model"
   hub_models.write_folder(folder, "smollm2")

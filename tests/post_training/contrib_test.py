@@ -11,7 +11,7 @@ import pytest
 
 from jaxpruner import post_training
 from jaxpruner import program as _program
-from jaxpruner.post_training import _blocks, calibration, contrib
+from jaxpruner.post_training import _blocks, _stream, calibration, contrib
 
 RNG = np.random.default_rng(0)
 MIX = RNG.normal(size=(8, 8)).astype(np.float32)
@@ -239,6 +239,43 @@ def test_leaves_may_stay_dense():
     for x in jax.tree.leaves(masks["layers"][0], is_leaf=lambda x: x is None)
   )
   np.testing.assert_array_equal(new["layers"][0]["a"], PARAMS["layers"][0]["a"])
+
+
+def test_an_interrupted_run_goes_on_with_the_same_result(tmp_path):
+  whole = prune_blocks(epochs=2)
+
+  def stop(done, total, name):
+    raise KeyboardInterrupt
+
+  with pytest.raises(KeyboardInterrupt):
+    prune_blocks(epochs=2, folder=tmp_path, progress=stop)
+  first = (tmp_path / "block-0.safetensors").stat().st_mtime_ns
+  again = prune_blocks(epochs=2, folder=tmp_path)
+  assert (tmp_path / "block-0.safetensors").stat().st_mtime_ns == first
+  for old, new in zip(whole[:2], again[:2], strict=True):
+    jax.tree.map(np.testing.assert_array_equal, old, new)
+  assert [l.name for l in whole[2].layers] == [l.name for l in again[2].layers]
+  with pytest.raises(ValueError, match="epochs"):
+    prune_blocks(epochs=3, folder=tmp_path)
+
+
+def test_equal_blocks_are_compiled_once(monkeypatch):
+  pieces = set()
+  compile_ = _stream.Stream._compile
+
+  def counted(self, *args):
+    pieces.add(id(step := compile_(self, *args)))
+    return step
+
+  monkeypatch.setattr(_stream.Stream, "_compile", counted)
+  found = []
+  for layers in (2, 4):
+    pieces.clear()
+    contrib.prune_blocks(
+      net, net_params(layers), BATCHES, filter_fn=inner, sparsity=0.5, epochs=0
+    )
+    found.append(len(pieces))
+  assert found[0] == found[1] == 3
 
 
 @pytest.mark.parametrize(

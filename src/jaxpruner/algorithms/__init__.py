@@ -3,6 +3,7 @@
 A new one is its class, one import here, and one line in `api._REGISTRY`.
 """
 
+from jaxpruner.algorithms.contrib.admm import AdmmPruning as AdmmPruning
 from jaxpruner.algorithms.contrib.alternating import ACDC as ACDC
 from jaxpruner.algorithms.contrib.at_init import SNIP as SNIP
 from jaxpruner.algorithms.contrib.at_init import GraSP as GraSP
@@ -35,6 +36,7 @@ from jaxpruner.algorithms.contrib.movement import (
 from jaxpruner.algorithms.contrib.powerprop import (
   PowerPropagation as PowerPropagation,
 )
+from jaxpruner.algorithms.contrib.soft_ste import SoftSte as SoftSte
 from jaxpruner.algorithms.contrib.soft_threshold import (
   SoftThresholdPruning as SoftThresholdPruning,
 )

@@ -91,6 +91,8 @@ class Stream:
     gram: whether sums of x xᵀ are wanted, besides those of x and x².
     place: puts an array on its devices, spread over the data axis if the
       second argument says so.
+    compiled: pieces that are compiled already; new ones are added, so that
+      streams of equal functions share them.
   """
 
   def __init__(
@@ -100,10 +102,11 @@ class Stream:
     cuts: Sequence[Cut],
     gram: bool,
     place: Callable[[Any, bool], Any],
+    compiled: dict[str, Callable[..., Any]],
   ):
     self._graph, self.leaves, self._cuts = graph, leaves, list(cuts)
     self._gram, self._place = gram, place
-    self._compiled: dict[str, Callable[..., Any]] = {}
+    self._compiled = compiled
     self._needed = self._liveness()
 
   def _sites(self, cut: Cut) -> list[Site | Norm]:
@@ -252,7 +255,7 @@ class Stream:
       for p in sites
     ]
     # Layers of one shape share one compilation.
-    key = repr((piece.signature(), lay, len(before)))
+    key = repr((piece.signature(), lay, len(before), self._gram))
     if key not in self._compiled:
       step = functools.partial(_step, piece, sites, self._gram)
       self._compiled[key] = jax.jit(step, donate_argnums=3)

@@ -131,8 +131,7 @@ def prune(
   targets = targets_of(model, sparsity, allocation, custom_sparsity_map)
   if allocation == "owl":
     model.batches = map(calibration.flat_batch, batches)
-  model.parts = [p for p in model.parts if targets[p.leaf] is not None]
-  job = _Job(model, targets, kind, settings, refit, sequential, donate)
+  job = Job(model, targets, kind, settings, refit, sequential, donate)
   if folder is not None:
     job.keep(pathlib.Path(folder))
   job.run(progress or (lambda *_: None))
@@ -206,10 +205,26 @@ def _tails(model) -> dict[str, list[tuple[int, float]]]:
   return found
 
 
-class _Job:
-  """One run over all layers."""
+class Job:
+  """One run over all layers whose target is not None.
 
-  def __init__(self, model, targets, kind, settings, refit, sequential, donate):
+  Attributes:
+    leaves: the parameters' arrays, replaced by pruned ones layer by layer.
+    masks: their masks, None where dense.
+    layers: what the report says of each layer that is done.
+  """
+
+  def __init__(
+    self,
+    model: calibration.Model,
+    targets: Mapping[int, float | None],
+    kind: Any,
+    settings: solve_layer.Settings,
+    refit: bool = False,
+    sequential: bool = True,
+    donate: bool = False,
+  ):
+    model.parts = [p for p in model.parts if targets[p.leaf] is not None]
     self._model, self._targets, self._kind = model, targets, kind
     self._settings, self._refit = settings, refit
     self._sequential, self._donate = sequential, donate

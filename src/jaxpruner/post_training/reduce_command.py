@@ -1,4 +1,4 @@
-"""`jaxpruner reduce FOLDER --experts N | --drop N`: remove whole parts."""
+"""`jaxpruner reduce FOLDER --experts N | --heads N | --drop N`: smaller."""
 
 import argparse
 import pathlib
@@ -20,6 +20,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   what = parser.add_mutually_exclusive_group(required=True)
   what.add_argument(
     "--experts", type=int, help="experts to keep per layer of a mixture"
+  )
+  what.add_argument(
+    "--heads",
+    type=int,
+    help="key-value heads to keep per layer, each with its query heads",
   )
   what.add_argument("--drop", type=int, help="whole layers to remove")
   parser.add_argument(
@@ -58,9 +63,14 @@ def run(args: argparse.Namespace) -> int:
       small = contrib.drop_blocks(model, batches, drop=args.drop)
       lines = [f"layers {small.kept} of {len(small.scores)} kept"]
     else:
-      small = contrib.prune_experts(model, batches, keep=args.experts)
+      word = "heads" if args.experts is None else "experts"
+      small = (
+        contrib.prune_heads(model, batches, keep=args.heads)
+        if args.experts is None
+        else contrib.prune_experts(model, batches, keep=args.experts)
+      )
       lines = [
-        f"layer {i}: experts {kept} of {len(small.scores[i])} kept"
+        f"layer {i}: {word} {kept} of {len(small.scores[i])} kept"
         for i, kept in enumerate(small.kept)
         if kept is not None
       ]

@@ -165,15 +165,31 @@ class NByM(SparsityType):
 
   def choose(self, scores: Array, ones: Any) -> Array:
     """Return the mask that keeps `ones` weights in every group."""
-    shape, first = scores.shape, self._given[0] % scores.ndim
+    split, axis = self.split(scores.shape)
+    mask = mask_calculator.n_by_m_mask(
+      scores.reshape(split), ones, self.m, axis
+    )
+    return mask.reshape(scores.shape)
+
+  def split(self, shape: Shape) -> tuple[Shape, int]:
+    """Return the shape in which groups have an axis of their own, and which.
+
+    Args:
+      shape: the shape of the weights.
+
+    Returns:
+      `(shape, axis)`; the axis has length `m`.
+
+    Example:
+      >>> NByM(2, 4).split((8, 3))
+      ((2, 4, 1, 3), 1)
+    """
+    first = self._given[0] % len(shape)
     last = first + len(self._given)
     length = math.prod(shape[first:last])
     blocks = length // (self.m * self.stride)
     split = (*shape[:first], blocks, self.m, self.stride, *shape[last:])
-    mask = mask_calculator.n_by_m_mask(
-      scores.reshape(split), ones, self.m, first + 1
-    )
-    return mask.reshape(shape)
+    return split, first + 1
 
   def ones(self, shape: Shape, sparsity: Any) -> Any:
     """Return the number of kept weights per group, at least `n`."""

@@ -6,6 +6,9 @@ alpha            levels by the tails of spectra
 distillation     train on the dense model's predictions, masks fixed
 experts          remove whole experts of a mixture
 depth            drop whole layers
+heads            remove heads, with all that share their keys and values
+levels           search the sparsity of each layer by evolution
+learned_masks    learn N:M masks on the loss, weights frozen
 """
 
 from jaxpruner._tools import on_use
@@ -14,8 +17,11 @@ from jaxpruner._tools import on_use
 _MODULES = {
   "distill": "distillation",
   "drop_blocks": "depth",
+  "learn_masks": "learned_masks",
   "prune_blocks": "reconstruction",
   "prune_experts": "experts",
+  "prune_heads": "heads",
+  "search_levels": "levels",
 }
 
 __all__ = sorted(_MODULES)  # pyright: ignore[reportUnsupportedDunderAll]

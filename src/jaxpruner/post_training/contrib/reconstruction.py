@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -12,14 +13,17 @@ import numpy as np
 import optax
 
 from jaxpruner import program as _program
+from jaxpruner._tools import fingerprint
 from jaxpruner.config import codec
 from jaxpruner.post_training import (
   _blocks,
   calibration,
   fixed_masks,
   pruning,
+  solve_layer,
 )
 from jaxpruner.post_training.calibration import ApplyFn, FilterFn
+from jaxpruner.post_training.contrib import _finished
 from jaxpruner.post_training.prune_report import PruneReport
 from jaxpruner.post_training.solvers.table import Solver
 from jaxpruner.sparsity_distributions import default_filter
@@ -45,6 +49,7 @@ def prune_blocks(
   refine: int = 0,
   damping: float = 0.01,
   block_size: int = 128,
+  folder: str | os.PathLike | None = None,
   progress: Callable[[int, int, str], None] | None = None,
 ) -> tuple[Any, Any, PruneReport]:
   """Prune a trained model block by block; fit each to its dense output.
@@ -68,7 +73,9 @@ def prune_blocks(
   Args:
     apply_fn: `apply_fn(params, batch)`, from any framework.
     params: its parameters.
-    batches: batches of equal shapes; one step of Adam takes one batch.
+    batches: batches of equal shapes; one step of Adam takes one batch. Many
+      small ones fit better than few large ones: the cost is the same, and
+      there are more steps.
     method: as in `prune`.
     sparsity: fraction removed; an N:M type implies it.
     sparsity_type: as in `prune`.
@@ -83,6 +90,9 @@ def prune_blocks(
     refine: as in `prune`, before the training.
     damping: as in `prune`.
     block_size: as in `prune`.
+    folder: store finished blocks here; the same call continues after them. A
+      call with another function, data, method, version or setting of JAX is
+      refused, and the error names the difference.
     progress: called with (layers done, number of layers, name).
 
   Returns:
@@ -118,44 +128,94 @@ def prune_blocks(
     raise ValueError(
       f"custom_sparsity_map={custom_sparsity_map!r} keeps every weight dense"
     )
-  solve = functools.partial(
-    pruning.prune,
-    method=method,
-    sparsity=sparsity,
-    sparsity_type=kind,
-    refine=refine,
-    damping=damping,
-    block_size=block_size,
-  )
+  settings = solve_layer.Settings(method, damping, block_size, refine)
+  training = {
+    "epochs": epochs, "learning_rate": learning_rate, "span": span,
+    "seed": seed,
+  }  # fmt: skip
+  finished = _finished.Finished(
+    folder,
+    {} if folder is None else _facts(model, rows, targets, kind, settings)
+    | training,
+  )  # fmt: skip
+  solve = functools.partial(_solve, targets, kind, settings, {})
   leaves, masks = list(model.leaves), [None] * len(model.leaves)
   train = _Trainer(epochs, learning_rate, seed)
   pruned = dense = rows
   layers = []
-  for block in _blocks.split(model.graph, parts, len(leaves), span):
-    names = {i: model.name(i) for i in block.leaves}
-    chosen = {i: targets[i] for i in dict.fromkeys(p.leaf for p in block.parts)}
+  blocks = _blocks.split(model.graph, parts, len(leaves), span)
+  for at, block in enumerate(blocks):
     run = train.forward(block)
     dense = run([model.leaves[i] for i in block.leaves], dense)
-    new, found, report = solve(
-      functools.partial(_apply, block, names),
-      {names[i]: leaves[i] for i in block.leaves},
-      pruned,
-      filter_fn=lambda path, _, c=chosen, n=names: (
-        path[-1] in {n[i] for i in c}
-      ),
-      custom_sparsity_map={names[i]: s for i, s in chosen.items()},
-    )
-    for i in block.leaves:
-      leaves[i] = new[names[i]]
-      masks[i] = _both(masks[i], found[names[i]])
-    layers += report.layers
-    train.fit(block, leaves, masks, pruned, [row[0] for row in dense])
+    kept = finished.load(at, {i: leaves[i] for i in block.leaves})
+    if kept is not None:
+      for i in block.leaves:
+        leaves[i], masks[i] = _like(leaves[i], kept[0][i]), kept[1][i]
+      found = kept[2]
+    else:
+      found = solve(model, block, leaves, masks, pruned)
+      train.fit(block, leaves, masks, pruned, [row[0] for row in dense])
+      held = lambda x, b=block: {i: x[i] for i in b.leaves}
+      finished.save(at, held(leaves), held(masks), found)
+    layers += found
     pruned = run([leaves[i] for i in block.leaves], pruned)
     if progress is not None:
       progress(len(layers), len(parts), layers[-1].name)
   seconds = time.perf_counter() - start
   report = PruneReport(tuple(layers), model.skipped, seconds)
   return model.tree(leaves), model.tree(masks, None), report
+
+
+def _facts(model, rows, targets, kind, settings) -> dict[str, Any]:
+  """Return what decides the result, as a folder keeps it."""
+  return {
+    "settings": settings.as_dict(),
+    "targets": {model.name(i): s for i, s in targets.items()},
+    "type": repr(kind),
+    "function": fingerprint.text(repr(model.program.signature())),
+    "weights": fingerprint.arrays(model.leaves),
+    "data": fingerprint.arrays(rows),
+    "jax": fingerprint.settings(),
+    "versions": fingerprint.versions(),
+  }
+
+
+def _solve(
+  targets: Mapping[int, float | None],
+  kind: Any,
+  settings: solve_layer.Settings,
+  compiled: dict[str, Any],
+  model: calibration.Model,
+  block: _blocks.Block,
+  leaves: list[Any],
+  masks: list[Any],
+  rows: list[Any],
+) -> list[Any]:
+  """Prune a block in place of its entries; return its layers' reports."""
+  names = {i: model.name(i) for i in block.leaves}
+  chosen = {part.leaf for part in block.parts}
+  own = calibration.Model(
+    functools.partial(_apply, block, names),
+    {names[i]: leaves[i] for i in block.leaves},
+    rows,
+    lambda path, _: path[-1] in {names[i] for i in chosen},
+  )
+  own.compiled = compiled  # blocks of one shape share their compilations
+  index = {name: i for i, name in names.items()}
+  outer = [index[own.name(j)] for j in range(len(own.leaves))]
+  wanted = {j: targets[i] for j, i in enumerate(outer) if i in chosen}
+  job = pruning.Job(own, wanted, kind, settings)
+  job.run(lambda *_: None)
+  for j, i in enumerate(outer):
+    leaves[i], masks[i] = job.leaves[j], _both(masks[i], job.masks[j])
+  return job.layers
+
+
+def _like(old: Any, new: np.ndarray) -> Any:
+  """Return an array as the kind of array that it replaces."""
+  value = new.astype(old.dtype)
+  placed = isinstance(old, jax.Array)
+  return jax.device_put(value, old.sharding) if placed else value
 
 
 def _both(old: Any, new: Any) -> Any:
@@ -224,13 +284,8 @@ class _Trainer:
           trained, state, chosen, every, inputs[row], goals[row]
         )
     for at, value in zip(places, trained, strict=True):
-      old = leaves[block.leaves[at]]
-      value = np.asarray(value.astype(old.dtype))
-      leaves[block.leaves[at]] = (
-        jax.device_put(value, old.sharding)
-        if isinstance(old, jax.Array)
-        else value
-      )
+      i = block.leaves[at]
+      leaves[i] = _like(leaves[i], np.asarray(value))
 
 
 def _forward(block: _blocks.Block) -> Callable[..., Any]:

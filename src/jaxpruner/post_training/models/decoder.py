@@ -128,7 +128,22 @@ def _norm(model: Decoder, params: Any, name: str, x: jax.Array) -> jax.Array:
   return (wide * (1 + scale if model.norm == "rms1" else scale)).astype(x.dtype)
 
 
+def heads(
+  model: Decoder, params: Any, i: int, x: Any, positions: Any
+) -> jax.Array:
+  """Return what the heads of a layer find, (rows, time, heads × size)."""
+  name = f"{model.root}layers.{i}.{model.names['before']}"
+  x = _norm(model, params, name, x)
+  return _heads(model, params, i, x, None, positions)[0]
+
+
 def _attention(model: Decoder, params: Any, i: int, x, cache, positions):
+  mixed, seen = _heads(model, params, i, x, cache, positions)
+  name = f"{model.root}layers.{i}.{model.names['o']}"
+  return linear(params, name, mixed), seen
+
+
+def _heads(model: Decoder, params: Any, i: int, x, cache, positions):
   layer, at = f"{model.root}layers.{i}.", model.names
 
   def split(name: str) -> jax.Array:
@@ -153,8 +168,7 @@ def _attention(model: Decoder, params: Any, i: int, x, cache, positions):
   visible = keys <= positions[:, None]
   if model.windows[i]:
     visible &= keys > positions[:, None] - model.windows[i]
-  mixed = _mix(model, q, k, v, visible)
-  return linear(params, layer + at["o"], mixed), (k, v)
+  return _mix(model, q, k, v, visible), (k, v)
 
 
 def _mix(model: Decoder, q: Any, k: Any, v: Any, visible: Any) -> jax.Array:

@@ -22,7 +22,8 @@ class Reduced(NamedTuple):
     model: the smaller model, ready to run; its folder is that of the whole.
     config: its `config.json`.
     source: each tensor's name in the whole model.
-    kept: what was kept, as indices: the layers, or per layer the experts.
+    kept: what was kept, as indices: the layers, or per layer the experts or
+      key-value heads.
     scores: what was decided by, in the same form.
 
   Example:
@@ -44,6 +45,7 @@ def reduced(
   rows: Mapping[str, Sequence[int]],
   kept: list[Any],
   scores: list[Any],
+  columns: Mapping[str, Sequence[int]] | None = None,
 ) -> Reduced:
   """Return the model that a new configuration describes.
 
@@ -54,14 +56,19 @@ def reduced(
     rows: new name -> the rows that stay; others stay whole.
     kept: see `Reduced`.
     scores: see `Reduced`.
+    columns: new name -> the columns that stay; others stay whole.
   """
   parsed = decoder_config.parse(config)
   source = {name: name_of(name) for name in parsed.shapes()}
 
   def chosen(tree: Mapping[str, Any], name: str) -> Any:
     array = tree[source[name]]
-    at = rows.get(name)
-    return array if at is None or array is None else array[np.asarray(at)]
+    if array is None:
+      return None
+    for axis, table in enumerate((rows, columns or {})):
+      if name in table:
+        array = array.take(np.asarray(table[name]), axis=axis)
+    return array
 
   params, masks = (
     {name: chosen(tree, name) for name in source}
