@@ -3,6 +3,7 @@
 import concurrent.futures
 import importlib
 import os
+import threading
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -45,7 +46,11 @@ class Matrix(NamedTuple):
 
 
 class Step:
-  """One step of a decoder, with a cache of its own.
+  """One step of a decoder, ready to be repeated.
+
+  Weights are stored in the order in which they are read, matrices that read the
+  same input as one. With "int8" also the inputs of products are rounded, to
+  one byte with a scale for 64 neighbours.
 
   Args:
     config: a decoder that `kernel` knows.
@@ -71,9 +76,10 @@ class Step:
     built = _Builder(config, params, masks, values)
     self.matrices = built.matrices
     self._fill(built, length)
-    self._rooms(built, length)
+    self._rooms(length)
     workers = max(1, self._threads - 1)
     self._workers = concurrent.futures.ThreadPoolExecutor(workers)
+    self._lock = threading.Lock()  # the rooms are for one step at a time
 
   def _fill(self, built: "_Builder", length: int) -> None:
     config, k = self._config, self._kernel
@@ -97,22 +103,19 @@ class Step:
     reals[k.SCALE] = config.query_scale or config.head_dim**-0.5
     reals[k.EMBED] = config.embed_scale
     ropes = np.stack([_angles(rope, length) for rope in built.ropes])
-    self._fixed = (
-      sizes, reals, np.array(rows, np.int64), *built.arrays(), ropes
-    )  # fmt: skip
+    self._fixed = sizes, reals, np.array(rows, np.int64)
+    self._weights = k.Weights(*built.arrays(), ropes)
 
-  def _rooms(self, built: "_Builder", length: int) -> None:
+  def _rooms(self, length: int) -> None:
     config, k, threads = self._config, self._kernel, self._threads
     wide = max(config.dim, config.hidden, _offsets(config)[3])
     wide = -(-wide // _strips.GROUP) * _strips.GROUP + _strips.GROUP
-    shape = config.layers, 2, config.kv_heads, length, config.head_dim
-    self.cache = np.zeros(shape, np.float32)
     products = k.PRODUCTS * config.layers + 1
-    self._counters = np.zeros((products, threads), np.int64)
-    self._meeting = np.zeros(1, np.int64)
+    counters = np.zeros((products, threads), np.int64)
+    self._team = k.Team(threads, counters, np.zeros(1, np.int64))
     vocab = -(-config.vocab // _strips.LANES) * _strips.LANES
     self._logits = np.zeros(vocab, np.float32)
-    self._room = (
+    self._room = k.Room(
       np.zeros((4, wide), np.float32),
       np.zeros((threads, 6, wide), np.float32),
       np.zeros((threads, wide), np.uint8),
@@ -125,30 +128,50 @@ class Step:
     """Bytes of all matrices as they are stored."""
     return sum(m.bytes for m in self.matrices)
 
-  def start(self, kept: Any, count: int) -> None:
-    """Take the keys and values of a prompt of `count` tokens."""
-    for own, pair in zip(self.cache, kept, strict=True):
+  def start(self, kept: Any, count: int) -> np.ndarray:
+    """Return a cache with the keys and values of a prompt of `count` tokens."""
+    config = self._config
+    shape = config.layers, 2, config.kv_heads, self._length, config.head_dim
+    cache = np.zeros(shape, np.float32)
+    for own, pair in zip(cache, kept, strict=True):
       for mine, given in zip(own, pair, strict=True):
         mine[:, :count] = np.asarray(given)[0, :count].swapaxes(0, 1)
+    return cache
 
-  def __call__(self, token: int, at: int) -> np.ndarray:
-    """Return the logits behind a token at a position; valid until the next."""
+  def __call__(
+    self, token: int, cache: np.ndarray, at: int
+  ) -> tuple[np.ndarray, np.ndarray]:
+    """Return the logits behind a token, and the cache, which it writes into.
+
+    Args:
+      token: what enters.
+      cache: from `start`, or the last step.
+      at: the position of the token.
+    """
+    # The kernel checks nothing: it would read memory that is not its own.
     if not (0 <= token < self._config.vocab and 0 <= at < self._length):
-      raise ValueError(f"token={token} at={at}")
-    self._counters[:] = 0
-    self._meeting[:] = 0
+      raise ValueError(
+        f"token={token} and at={at} must be within {self._config.vocab} tokens "
+        f"and {self._length} positions"
+      )
+    with self._lock:
+      logits = self._run(token, cache, at)
+    if cap := self._config.logit_cap:
+      logits = np.tanh(logits / cap) * cap
+    return logits, cache
+
+  def _run(self, token: int, cache: np.ndarray, at: int) -> np.ndarray:
+    self._team.counters[:] = 0
+    self._team.meeting[:] = 0
     run = lambda me: self._kernel.step(
-      me, self._threads, token, at, *self._fixed, self.cache, self._counters,
-      self._meeting, *self._room, self._logits,
+      me, self._team, token, at, *self._fixed, self._weights, cache,
+      self._room, self._logits,
     )  # fmt: skip
     others = [self._workers.submit(run, me) for me in range(1, self._threads)]
     run(0)
     for other in others:
       other.result()
-    logits = self._logits[: self._config.vocab]
-    if cap := self._config.logit_cap:
-      logits = np.tanh(logits / cap) * cap
-    return logits
+    return self._logits[: self._config.vocab].copy()
 
 
 def _angles(rope: Any, length: int) -> np.ndarray:

@@ -7,13 +7,14 @@ in a layer, without sleeping. What is short, norms and sums of the stream, each
 thread does for itself; strips of outputs and heads are dealt out.
 """
 
+from typing import Any, NamedTuple
+
 import numpy as np
-from llvmlite import ir
 from numba.core import types
 
 from jaxpruner.post_training import _step_parts as parts
 from jaxpruner.sparse import _pool, _simd, _strip_simd
-from jaxpruner.sparse._simd import I64
+from jaxpruner.sparse._strip_simd import float_of_bits, ones
 from jaxpruner.sparse._strips import GROUP, LANES, STEPS, WORDS
 
 jit = parts.jit
@@ -36,45 +37,71 @@ _f2, _f2m = _strip_simd.floats(2, False), _strip_simd.floats(2, True)
 _i1, _i1m = _strip_simd.codes(False), _strip_simd.codes(True)
 
 
-@_simd.intrinsic
-def _look(_, address):
-  """Read a counter that other threads change."""
+class Team(NamedTuple):
+  """Threads that do a step together.
 
-  def emit(context, b, signature, args):
-    pointer = b.inttoptr(args[0], I64.as_pointer())
-    return b.load_atomic(pointer, "acquire", 8)
+  Attributes:
+    threads: how many.
+    counters: zeros, (products, threads): what each has taken of its share.
+    meeting: a zero: how often a thread has arrived somewhere.
+  """
 
-  return types.int64(types.int64), emit
-
-
-@_simd.intrinsic
-def _pause(_):
-  def emit(context, b, signature, args):
-    b.call(_simd._function(b, "llvm.x86.sse2.pause", ir.VoidType()), [])
-    return context.get_dummy_value()
-
-  return types.void(), emit
+  threads: int
+  counters: Any
+  meeting: Any
 
 
-@_simd.intrinsic
-def _ones(_, word):
-  def emit(context, b, signature, args):
-    return b.call(_simd._function(b, "llvm.ctpop.i64", I64, I64), args)
+class Weights(NamedTuple):
+  """All strips, and the norms and biases one after the other.
 
-  return types.int64(types.int64), emit
+  Attributes:
+    data: the bytes of all strips.
+    starts: the first byte of each.
+    kinds: what each holds, see `MASKED`.
+    vectors: norms and biases.
+    ropes: cosines and sines, (kinds of rotation, positions, size).
+  """
+
+  data: Any
+  starts: Any
+  kinds: Any
+  vectors: Any
+  ropes: Any
+
+
+class Room(NamedTuple):
+  """Where a step computes.
+
+  Attributes:
+    shared: rows for queries, keys and values, mixed heads, hidden units and
+      outputs, zero behind what is used of them.
+    private: (threads, 6, widest), for the stream, inputs, outputs, and three
+      heads.
+    codes: (threads, widest), inputs rounded to bytes.
+    scales: (threads, groups).
+    scores: (threads, positions).
+  """
+
+  shared: Any
+  private: Any
+  codes: Any
+  scales: Any
+  scores: Any
 
 
 @jit
-def _meet(counter, target):
-  """Wait until all threads have come here: `target` arrivals in total."""
+def _meet(team, met):
+  """Wait until all threads have come here; return the arrivals so far."""
+  met += team.threads
+  counter, spins = team.meeting.ctypes.data, 0
   _pool.atomic_add(counter, 1)
-  spins = 0
-  while _look(counter) < target:
+  while _pool.look(counter) < met:
     spins += 1
     if spins < _SPINS:
-      _pause()
+      _pool.pause()
     else:
-      _pool._yield()
+      _pool.yield_()
+  return met
 
 
 @jit
@@ -95,54 +122,65 @@ def _strip(kind, address, groups, x, codes, scales, out):
 
 
 @jit
-def _product(me, threads, counters, data, strips, first, count, groups,
-             inputs, codes, scales, out, act, pairs, bias):  # fmt: skip
-  """Multiply strips first … first + count - 1: own ones, then the others'.
-
-  With `pairs` strips of gates and of what they open alternate, and `out` is
-  their activated product: 16 numbers for two strips.
-  """
-  x, c, s = inputs.ctypes.data, codes.ctypes.data, scales.ctypes.data
-  base, starts, kinds = data.ctypes.data, strips[0], strips[1]
-  two = np.empty(2 * LANES, np.float32) if pairs else inputs
-  units = count // 2 if pairs else count
-  for turn in range(threads):
-    owner = (me + turn) % threads
-    begin, end = units * owner // threads, units * (owner + 1) // threads
-    chunk = max(1, (end - begin) // 8)
-    while True:
-      at = begin + chunk * _pool.atomic_add(
-        counters.ctypes.data + 8 * owner, 1
-      )
-      if at >= end:
-        break
-      for i in range(at, min(end, at + chunk)):
-        if pairs:
-          n = first + 2 * i
-          t = two.ctypes.data
-          _strip(kinds[n], base + starts[n], groups, x, c, s, t)
-          _strip(kinds[n + 1], base + starts[n + 1], groups, x, c, s, t + 64)
-          if bias.size:
-            for k in range(2 * LANES):
-              two[k] += bias[2 * LANES * i + k]
-          parts.gate(act, two, two[LANES:], out[LANES * i :], LANES)
-        else:
-          n = first + i
-          target = out.ctypes.data + 4 * LANES * i
-          _strip(kinds[n], base + starts[n], groups, x, c, s, target)
+def _pair(weights, n, groups, x, codes, scales, two, bias, act, out):
+  """Multiply a strip of gates and one of what they open; write 16 numbers."""
+  t = two.ctypes.data
+  for i in range(2):
+    start = weights.data.ctypes.data + weights.starts[n + i]
+    kind, target = weights.kinds[n + i], t + 4 * LANES * i
+    _strip(kind, start, groups, x, codes, scales, target)
+  if bias.size:
+    for i in range(2 * LANES):
+      two[i] += bias[i]
+  parts.gate(act, two, two[LANES:], out, LANES)
 
 
 @jit
-def gather(data, starts, kinds, first, row, groups, out):
+def product(me, team, which, weights, first, count, inputs, groups, quantized,
+            room, out, act, bias):  # fmt: skip
+  """Multiply strips: those of this thread, then what others have left.
+
+  With `act` >= 0 strips of gates and of what they open alternate, and `out` is
+  their activated product: 16 numbers for two strips.
+  """
+  codes, scales = room.codes[me], room.scales[me]
+  if quantized:
+    parts.quantize(inputs, codes, scales, groups)
+  x, c, s = inputs.ctypes.data, codes.ctypes.data, scales.ctypes.data
+  two = np.empty(2 * LANES, np.float32)
+  units = count // 2 if act >= 0 else count
+  for turn in range(team.threads):
+    owner = (me + turn) % team.threads
+    begin = units * owner // team.threads
+    end = units * (owner + 1) // team.threads
+    chunk = max(1, (end - begin) // 8)
+    counter = team.counters[which].ctypes.data + 8 * owner
+    at = begin + chunk * _pool.atomic_add(counter, 1)
+    while at < end:
+      for i in range(at, min(end, at + chunk)):
+        if act >= 0:
+          own = bias[2 * LANES * i :] if bias.size else bias
+          _pair(weights, first + 2 * i, groups, x, c, s, two, own, act,
+                out[LANES * i :])  # fmt: skip
+        else:
+          start = weights.data.ctypes.data + weights.starts[first + i]
+          target = out.ctypes.data + 4 * LANES * i
+          _strip(weights.kinds[first + i], start, groups, x, c, s, target)
+      at = begin + chunk * _pool.atomic_add(counter, 1)
+
+
+@jit
+def gather(weights, first, row, groups, out):
   """Write a row of a matrix of strips, decoded: the embedding of a token."""
   strip, lane = first + row // LANES, row % LANES
-  kind, at = kinds[strip], data.ctypes.data + starts[strip]
+  kind = weights.kinds[strip]
+  at = weights.data.ctypes.data + weights.starts[strip]
   size, masked = kind & 7, kind & MASKED
   for g in range(groups):
     scale = np.float32(1.0)
     if size == 1:
       bits = types.int32(_simd.read_u16(at + 2 * lane)) << 16
-      scale = parts._float_of_bits(types.int32(bits))
+      scale = float_of_bits(types.int32(bits))
       at += 2 * LANES
     masks = at
     at += 8 * WORDS if masked else 0
@@ -151,18 +189,18 @@ def gather(data, starts, kinds, first, row, groups, out):
       for i in range(STEPS):
         bit = lane * STEPS + i if size == 1 else i * LANES + lane
         below = mask & ((types.int64(1) << bit) - 1)
-        place = at + size * _ones(below)
+        place = at + size * ones(below)
         value = np.float32(0.0)
         if (mask >> bit) & 1:
           if size == 1:
             value = np.float32(types.int8(_simd.read_u8(place)))
           elif size == 2:
             wide = types.int32(_simd.read_u16(place)) << 16
-            value = parts._float_of_bits(types.int32(wide))
+            value = float_of_bits(types.int32(wide))
           else:
             value = _simd.read_f32(place)
         out[g * GROUP + j * STEPS + i] = value * scale
-      at += size * _ones(mask)
+      at += size * ones(mask)
 
 
 @jit
@@ -171,12 +209,13 @@ def _vector(vectors, at):
 
 
 @jit
-def _heads(me, threads, layer, sizes, reals, vectors, ropes, cache, at, qkv,
-           room, scores, mixed):  # fmt: skip
+def _heads(me, threads, layer, sizes, reals, weights, cache, at, room):
   """Turn queries and keys, attend, and keep keys and values."""
+  qkv, mixed, scores = room.shared[0], room.shared[1], room.scores[me]
+  vectors, three = weights.vectors, room.private[me, 3:]
   heads, kv_heads, size = sizes[HEADS], sizes[KV_HEADS], sizes[HEAD]
-  q, k, v = room[0], room[1], room[2]
-  table = ropes[layer[ROPE], at]
+  q, k, v = three[0], three[1], three[2]
+  table = weights.ropes[layer[ROPE], at]
   first = max(0, at + 1 - layer[WINDOW]) if layer[WINDOW] else 0
   group = heads // kv_heads
   bias = _vector(vectors, layer[QKV_BIAS])
@@ -185,10 +224,10 @@ def _heads(me, threads, layer, sizes, reals, vectors, ropes, cache, at, qkv,
     starts = (head * size, sizes[K_AT] + kv * size, sizes[V_AT] + kv * size)
     for which in range(3):
       for i in range(size):
-        room[which, i] = qkv[starts[which] + i]
+        three[which, i] = qkv[starts[which] + i]
       if bias.size:
         for i in range(size):
-          room[which, i] += bias[starts[which] + i]
+          three[which, i] += bias[starts[which] + i]
     if layer[Q_NORM] >= 0:
       parts.norm(q, vectors[layer[Q_NORM] :], reals[EPS], q, size)
       parts.norm(k, vectors[layer[K_NORM] :], reals[EPS], k, size)
@@ -217,82 +256,67 @@ def _add(x, y, scale, eps, bias, dim):
 
 
 @jit
-def step(me, threads, token, at, sizes, reals, layers, data, starts, kinds,
-         vectors, ropes, cache, counters, meeting, shared, private, codes,
-         scales, scores, logits):  # fmt: skip
+def _groups(count):
+  return (count + GROUP - 1) // GROUP
+
+
+@jit
+def _layer(me, team, l, layer, sizes, reals, weights, cache, at, room, met):
+  """Run one layer; return the arrivals so far."""
+  dim, eps, quantized = sizes[DIM], reals[EPS], sizes[BYTES]
+  qkv, mixed, hidden, out = (
+    room.shared[0], room.shared[1], room.shared[2], room.shared[3],
+  )  # fmt: skip
+  x, h, y = room.private[me, 0], room.private[me, 1], room.private[me, 2]
+  vectors, which = weights.vectors, PRODUCTS * l
+  none = vectors[:0]
+  parts.norm(x, vectors[layer[BEFORE] :], eps, h, dim)
+  product(me, team, which, weights, layer[QKV], layer[QKV_COUNT], h,
+          _groups(dim), quantized, room, qkv, -1, none)  # fmt: skip
+  met = _meet(team, met)
+  _heads(me, team.threads, layer, sizes, reals, weights, cache, at, room)
+  met = _meet(team, met)
+  product(me, team, which + 1, weights, layer[O], layer[O_COUNT], mixed,
+          _groups(sizes[HEADS] * sizes[HEAD]), quantized, room, out, -1,
+          none)  # fmt: skip
+  met = _meet(team, met)
+  y[:dim] = out[:dim]
+  bias = _vector(vectors, layer[O_BIAS])
+  _add(x, y, _vector(vectors, layer[AFTER]), eps, bias, dim)
+  parts.norm(x, vectors[layer[FF_BEFORE] :], eps, h, dim)
+  bias = _vector(vectors, layer[GATED_BIAS])
+  product(me, team, which + 2, weights, layer[GATED], layer[GATED_COUNT], h,
+          _groups(dim), quantized, room, hidden, sizes[ACT], bias)  # fmt: skip
+  met = _meet(team, met)
+  units = layer[GATED_COUNT] // 2 * LANES
+  product(me, team, which + 3, weights, layer[DOWN], layer[DOWN_COUNT], hidden,
+          _groups(units), quantized, room, out, -1, none)  # fmt: skip
+  met = _meet(team, met)
+  y[:dim] = out[:dim]
+  bias = _vector(vectors, layer[DOWN_BIAS])
+  _add(x, y, _vector(vectors, layer[FF_AFTER]), eps, bias, dim)
+  return met
+
+
+@jit
+def step(me, team, token, at, sizes, reals, layers, weights, cache, room,
+         logits):  # fmt: skip
   """Run one thread's share of one step; write logits.
 
-  Args:
-    me: the number of this thread, of `threads`.
-    token: the token that enters, at position `at`.
-    sizes, reals, layers: see the names above.
-    data, starts, kinds: all strips; vectors: norms and biases.
-    ropes: (kinds of rotation, positions, cosines and sines).
-    cache: (layers, 2, heads, positions, size).
-    counters: zeros, one for each product and thread; meeting: a zero.
-    shared: rows qkv, mixed, hidden and output.
-    private: (threads, 6, widest): stream, input, output, and three heads.
-    codes, scales, scores: (threads, widest) each.
-    logits: (vocabulary, rounded up to strips).
+  `me` is the number of this thread; `token` enters at position `at`. `sizes`,
+  `reals` and `layers` are read by the names above. `cache` is (layers, 2,
+  heads, positions, size).
   """
-  dim, eps, quantized = sizes[DIM], reals[EPS], sizes[BYTES]
-  qkv, mixed, hidden, out = shared[0], shared[1], shared[2], shared[3]
-  x, h, y, room = private[me, 0], private[me, 1], private[me, 2], private[me, 3:]
-  codes, scales, scores = codes[me], scales[me], scores[me]
-  strips = starts, kinds
-  none = vectors[:0]
-  wide, narrow = (dim + GROUP - 1) // GROUP, 0
-  act, met = sizes[ACT], 0
-  gather(data, starts, kinds, sizes[EMBED_FIRST], token, wide, x)
+  dim, vectors, met = sizes[DIM], weights.vectors, 0
+  x, h = room.private[me, 0], room.private[me, 1]
+  gather(weights, sizes[EMBED_FIRST], token, _groups(dim), x)
   for i in range(dim):
     x[i] *= reals[EMBED]
   for l in range(len(layers)):
-    layer, counts = layers[l], counters[PRODUCTS * l :]
-    parts.norm(x, vectors[layer[BEFORE] :], eps, h, dim)
-    if quantized:
-      parts.quantize(h, codes, scales, wide)
-    _product(me, threads, counts[0], data, strips, layer[QKV],
-             layer[QKV_COUNT], wide, h, codes, scales, qkv, act, False, none)  # fmt: skip
-    met += threads
-    _meet(meeting.ctypes.data, met)
-    _heads(me, threads, layer, sizes, reals, vectors, ropes, cache[l], at, qkv,
-           room, scores, mixed)  # fmt: skip
-    met += threads
-    _meet(meeting.ctypes.data, met)
-    narrow = (sizes[HEADS] * sizes[HEAD] + GROUP - 1) // GROUP
-    if quantized:
-      parts.quantize(mixed, codes, scales, narrow)
-    _product(me, threads, counts[1], data, strips, layer[O], layer[O_COUNT],
-             narrow, mixed, codes, scales, out, act, False, none)  # fmt: skip
-    met += threads
-    _meet(meeting.ctypes.data, met)
-    y[:dim] = out[:dim]
-    _add(x, y, _vector(vectors, layer[AFTER]), eps,
-         _vector(vectors, layer[O_BIAS]), dim)  # fmt: skip
-    parts.norm(x, vectors[layer[FF_BEFORE] :], eps, h, dim)
-    if quantized:
-      parts.quantize(h, codes, scales, wide)
-    _product(me, threads, counts[2], data, strips, layer[GATED],
-             layer[GATED_COUNT], wide, h, codes, scales, hidden, act, True,
-             _vector(vectors, layer[GATED_BIAS]))  # fmt: skip
-    met += threads
-    _meet(meeting.ctypes.data, met)
-    narrow = (layer[GATED_COUNT] // 2 * LANES + GROUP - 1) // GROUP
-    if quantized:
-      parts.quantize(hidden, codes, scales, narrow)
-    _product(me, threads, counts[3], data, strips, layer[DOWN],
-             layer[DOWN_COUNT], narrow, hidden, codes, scales, out, act, False,
-             none)  # fmt: skip
-    met += threads
-    _meet(meeting.ctypes.data, met)
-    y[:dim] = out[:dim]
-    _add(x, y, _vector(vectors, layer[FF_AFTER]), eps,
-         _vector(vectors, layer[DOWN_BIAS]), dim)  # fmt: skip
-  parts.norm(x, vectors[sizes[LAST_NORM] :], eps, h, dim)
-  if quantized:
-    parts.quantize(h, codes, scales, wide)
-  _product(me, threads, counters[PRODUCTS * len(layers)], data, strips,
-           sizes[HEAD_FIRST], sizes[HEAD_COUNT], wide, h, codes, scales,
-           logits, act, False, none)  # fmt: skip
-  met += threads
-  _meet(meeting.ctypes.data, met)
+    met = _layer(me, team, l, layers[l], sizes, reals, weights, cache[l], at,
+                 room, met)  # fmt: skip
+  parts.norm(x, vectors[sizes[LAST_NORM] :], reals[EPS], h, dim)
+  product(me, team, PRODUCTS * len(layers), weights, sizes[HEAD_FIRST],
+          sizes[HEAD_COUNT], h, _groups(dim), sizes[BYTES], room, logits, -1,
+          vectors[:0])  # fmt: skip
+  _meet(team, met)

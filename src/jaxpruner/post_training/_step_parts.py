@@ -1,46 +1,15 @@
 """The parts of a decoder's step between its products, as machine code."""
 
 import math
-from typing import Any
 
-from llvmlite import ir
 from numba import njit
 from numba.core import types
 
-from jaxpruner.sparse import _simd
-from jaxpruner.sparse._simd import F32, I32
+from jaxpruner.sparse._strip_simd import float_of_bits, nearest, truncated
+from jaxpruner.sparse._strips import GROUP
 
 jit = njit(nogil=True, fastmath=True, error_model="numpy", cache=True)
-GROUP = 64
 SILU, GELU_TANH, GELU, RELU = range(4)
-
-
-@_simd.intrinsic
-def _float_of_bits(_, bits):
-  def emit(context: Any, b: Any, signature: Any, args: Any) -> Any:
-    return b.bitcast(args[0], F32)
-
-  return types.float32(types.int32), emit
-
-
-@_simd.intrinsic
-def _nearest(_, x):
-  """Round to the nearest integer, ties to even."""
-
-  def emit(context: Any, b: Any, signature: Any, args: Any) -> Any:
-    kind = ir.FunctionType(F32, [F32])
-    f = _simd._function(b, "llvm.rint.f32", kind.return_type, *kind.args)
-    return b.call(f, args)
-
-  return types.float32(types.float32), emit
-
-
-@_simd.intrinsic
-def _integer(_, x):
-  def emit(context: Any, b: Any, signature: Any, args: Any) -> Any:
-    return b.fptosi(args[0], I32)
-
-  return types.int32(types.float32), emit
 
 
 _f = types.float32
@@ -54,7 +23,7 @@ def exp(x):
   number.
   """
   x = min(max(x, _f(-87.0)), _f(88.0))
-  n = _nearest(x * _f(1.4426950408889634))
+  n = nearest(x * _f(1.4426950408889634))
   r = x - n * _f(0.693359375) - n * _f(-2.12194440e-4)
   p = _f(1.9875691500e-4)
   p = p * r + _f(1.3981999507e-3)
@@ -63,7 +32,7 @@ def exp(x):
   p = p * r + _f(1.6666665459e-1)
   p = p * r + _f(5.0000001201e-1)
   p = p * r * r + r + _f(1.0)
-  return p * _float_of_bits(types.int32((_integer(n) + 127) << 23))
+  return p * float_of_bits(types.int32((truncated(n) + 127) << 23))
 
 
 @jit
@@ -114,7 +83,7 @@ def quantize(x, codes, scales, groups):
     scales[g] = most / _f(127.0)
     inverse = _f(127.0) / most if most > 0 else _f(0.0)
     for i in range(GROUP):
-      target[i] = types.uint8(_integer(_nearest(part[i] * inverse)) + 128)
+      target[i] = types.uint8(truncated(nearest(part[i] * inverse)) + 128)
 
 
 @jit

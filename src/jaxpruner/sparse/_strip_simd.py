@@ -47,6 +47,27 @@ def _dot_bytes(b: Any, total: Any, x: Any, w: Any) -> Any:
   return b.call(f, [total, b.bitcast(x, kind), b.bitcast(w, kind)])
 
 
+def _scalar(result: Any, kind: Any, emitted: Any) -> Any:
+  """Make an intrinsic of one scalar."""
+
+  def emit(context, b, signature, args):
+    return emitted(b, args[0])
+
+  return _simd.intrinsic(lambda _, _argument: (result(kind), emit))
+
+
+ones = _scalar(types.int64, types.int64, _ones)  # bits that are set
+float_of_bits = _scalar(
+  types.float32, types.int32, lambda b, x: b.bitcast(x, F32)
+)
+truncated = _scalar(types.int32, types.float32, lambda b, x: b.fptosi(x, I32))
+nearest = _scalar(  # integer, ties to even
+  types.float32,
+  types.float32,
+  lambda b, x: b.call(_simd._function(b, "llvm.rint.f32", F32, F32), [x]),
+)
+
+
 class _Strip:
   """Where a loop over the groups of a strip reads and sums."""
 
@@ -152,7 +173,7 @@ def codes(masked: bool) -> Any:
       address, groups, x, scales, out = args
       s = _Strip(b, address, masked, 1)
       zero = ir.Constant(_INTS, [0] * LANES)
-      ones = ir.Constant(_INTS, [0x01010101] * LANES)
+      all_ones = ir.Constant(_INTS, [0x01010101] * LANES)
       with cgutils.for_range(b, groups) as loop:
         own = _simd._weights(b, s.skip(2 * LANES), LANES, True)
         at = b.add(x, b.mul(loop.index, I64(GROUP)))
@@ -163,16 +184,14 @@ def codes(masked: bool) -> Any:
           four = _simd._load(b, b.add(at, I64(STEPS * j)), I32, 4)
           four = _simd._splat(b, four, LANES)
           dots[j % 2] = _dot_bytes(b, dots[j % 2], four, w)
-          counts[j % 2] = _dot_bytes(b, counts[j % 2], ones, w)
+          counts[j % 2] = _dot_bytes(b, counts[j % 2], all_ones, w)
         # 128 was added to each input, so 128 times the weights are too much.
         extra = b.shl(b.add(*counts), ir.Constant(_INTS, [7] * LANES))
         dot = b.sitofp(b.sub(b.add(*dots), extra), _FLOATS)
         scale = b.add(scales, b.mul(loop.index, I64(4)))
         scale = _simd._splat(b, _simd._load(b, scale, F32, 4), LANES)
         total = s.sums[0]
-        b.store(
-          _simd._fma(b, dot, b.fmul(own, scale), b.load(total)), total
-        )
+        b.store(_simd._fma(b, dot, b.fmul(own, scale), b.load(total)), total)
       s.finish(out)
       return context.get_dummy_value()
 
