@@ -28,7 +28,8 @@ def prune(
   chosen; pruning it gives the largest weight of each output, and so the scale.
   Then each input is rounded when it is visited, and what removal and rounding
   changed is spread over the inputs that follow (Frantar & Alistarh,
-  "SparseGPT", 2023, section 3.5). Within an N:M panel all groups are chosen at once.
+  "SparseGPT", 2023, section 3.5). Within an N:M panel all groups
+  are chosen at once.
 
   The largest weight becomes ±127 scales, although earlier rounding moved it a
   little: so packing finds the same scale, and rounds nothing a second time.
