@@ -11,6 +11,8 @@ import numpy as np
 from jaxpruner.post_training.models.decoder_config import Decoder
 from jaxpruner.sparse import _strips, kernels
 
+# Fewer saturate the memory, and more wait longer for each other.
+_MOST_THREADS = 16
 _ACTIVATIONS = ("silu", "gelu_pytorch_tanh", "gelu", "relu")
 
 
@@ -27,6 +29,13 @@ def kernel(config: Decoder, values: str) -> Any:
   if not (simd.BYTES if values == "int8" else simd._simd.AVX512):
     return None
   return importlib.import_module("jaxpruner.post_training._step_kernel")
+
+
+def _processors() -> int:
+  """Return how many processors this process may use."""
+  if hasattr(os, "sched_getaffinity"):
+    return len(os.sched_getaffinity(0))
+  return os.cpu_count() or 1
 
 
 class Matrix(NamedTuple):
@@ -58,7 +67,8 @@ class Step:
     masks: name -> mask, or None where all weights are kept.
     length: tokens that the cache holds.
     values: "float32", "bfloat16" or "int8": how matrices are stored.
-    threads: how many threads share a step; by default the processor's.
+    threads: how many threads share a step; by default one
+      for each processor, at most 16.
   """
 
   def __init__(
@@ -72,7 +82,7 @@ class Step:
   ):
     self._kernel = kernel(config, values)
     self._config, self._length = config, length
-    self._threads = threads or len(os.sched_getaffinity(0))
+    self._threads = threads or min(_MOST_THREADS, _processors())
     built = _Builder(config, params, masks, values)
     self.matrices = built.matrices
     self._fill(built, length)
