@@ -9,11 +9,15 @@ turns, one after the other, so that a slow minute hits all of them; the median
 pace and the range over the turns are written to docs/results/generate.md. The
 embedding, tied to the head, is not pruned, but rounded with the others.
 
+A step reads each weight once: the page tells the bytes of a token, what rate
+that is, and the rate at which two threads read memory without computing.
+
 llama.cpp runs in a process of its own, in a Python that has llama-cpp-python
 and gguf, on the same weights: the published Q4_1 file, and Q8_0 made from it.
 """
 
 import argparse
+import concurrent.futures
 import functools
 import os
 import pathlib
@@ -30,7 +34,7 @@ import numpy as np
 import page
 
 from jaxpruner import sparse
-from jaxpruner.post_training import generation, models
+from jaxpruner.post_training import _step, generation, models
 from jaxpruner.post_training.models import decoder, decoder_config, llama
 from jaxpruner.sparse import checkpoints
 
@@ -95,6 +99,25 @@ def writer(weights: dict[str, np.ndarray], args, **options):
   return generation.Writer(model, args.length, **options)
 
 
+def read_rate(threads: int, size: int = 1 << 28) -> float:
+  """Return the bytes per second that threads read, weights not in the cache."""
+  parts = [np.ones(size // 4, np.float32) for _ in range(threads)]
+  best = np.inf
+  with concurrent.futures.ThreadPoolExecutor(threads) as pool:
+    for _ in range(8):
+      start = time.perf_counter()
+      # A product of a vector with itself is one pass of a vector kernel.
+      list(pool.map(lambda part: np.dot(part, part), parts))
+      best = min(best, time.perf_counter() - start)
+  return threads * size / best
+
+
+def token_bytes(ready: generation.Writer) -> int:
+  """Return the bytes of the weights that a token reads; 0 if not known."""
+  step = ready._step
+  return step.nbytes if isinstance(step, _step.Step) else 0
+
+
 def pace(ready: generation.Writer, args) -> float:
   """Return tokens per second behind the first two tokens."""
   tokens = list(ready.write(range(1, 9), args.tokens))
@@ -146,6 +169,7 @@ class Peer:
   """llama.cpp on one file, in a process that waits for its turn."""
 
   def __init__(self, python: str, path: str, args):
+    self.size = os.path.getsize(path)
     self._process = subprocess.Popen(
       [python, "-c", LLAMA, path, str(args.threads), str(args.tokens)],
       stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
@@ -180,9 +204,10 @@ def variants(args) -> dict[str, Any]:
   """Return name -> a function that writes once and tells its pace."""
   weights = as_folder()
   made: dict[str, Any] = {}
-  add = lambda name, w, **options: made.update(
-    {name: functools.partial(pace, writer(w, args, **options), args)}
-  )
+
+  def add(name: str, w: dict[str, np.ndarray], **options: Any) -> None:
+    made[name] = functools.partial(pace, writer(w, args, **options), args)
+
   add("XLA dense, float32", weights)
   add("XLA dense, bfloat16", weights, dtype=jnp.bfloat16)
   add("dense, int8", weights, values="int8")
@@ -210,7 +235,7 @@ def sizes(args) -> list[tuple[str, str]]:
   return rows
 
 
-def pages_of(found: dict[str, list[float]]) -> str:
+def pages_of(found: dict[str, list[float]], read: dict[str, int]) -> str:
   """Return the table of paces."""
   base = found["XLA dense, float32"]
   rows = [
@@ -219,10 +244,17 @@ def pages_of(found: dict[str, list[float]]) -> str:
       f"{statistics.median(paces):.1f}",
       f"{min(paces):.1f} – {max(paces):.1f}",
       f"{page.ratio(paces, base):.2f}",
+      f"{read[name] / 1e6:.0f}" if read.get(name) else "",
+      f"{read[name] * statistics.median(paces) / 1e9:.1f}"
+      if read.get(name)
+      else "",
     )
     for name, paces in found.items()
   ]
-  head = ("SmolLM2-135M, batch 1", "tokens/s", "range", "× XLA float32")
+  head = (
+    "SmolLM2-135M, batch 1", "tokens/s", "range", "× XLA float32",
+    "MB per token", "GB/s",
+  )  # fmt: skip
   return page.table(head, rows)
 
 
@@ -241,7 +273,11 @@ def main() -> None:
   start = time.perf_counter()
   with tempfile.TemporaryDirectory() as folder:
     runs = variants(args)
+    read = {name: token_bytes(run.args[0]) for name, run in runs.items()}
+    whole = 4 * sum(a.size for a in as_folder().values())
+    read |= {"XLA dense, float32": whole, "XLA dense, bfloat16": whole // 2}
     others = peers(args, folder) if args.llama else {}
+    read |= {name: peer.size for name, peer in others.items()}
     runs |= others
     for run in runs.values():
       run()  # compiles
@@ -252,8 +288,10 @@ def main() -> None:
         print(f"{name}: {found[name][-1]:.1f} tokens/s", file=sys.stderr)
     for peer in others.values():
       peer.close()
+  rate = read_rate(args.threads) / 1e9
   sections = [
-    pages_of(found),
+    pages_of(found, read),
+    f"Reading alone, {args.threads} threads: {rate:.1f} GB/s.",
     page.table(("file", "bytes / float32"), sizes(args)),
   ]
   if args.dry:

@@ -37,6 +37,10 @@ COMMANDS = {
     "jaxpruner.post_training.reduce_command",
     "remove experts or layers of a model",
   ),
+  "gguf": (
+    "jaxpruner.post_training.gguf_command",
+    "write a model for llama.cpp",
+  ),
   "inspect": (
     "jaxpruner.sparse.inspect_command",
     "show the sparsity of a checkpoint",

@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import layer_reference as reference
 import numpy as np
 import pytest
+from layer_reference import error, layer
 
 from jaxpruner import post_training
 from jaxpruner.datasets import archives
@@ -17,24 +18,9 @@ def pattern_of(n, m):
   return _pattern.Pattern(NByM(n, m)) if m else _pattern.FREE
 
 
-def layer(seed, inputs=192, outputs=48, tokens=700):
-  """A random layer whose inputs are correlated and of unequal size."""
-  rng = np.random.default_rng(seed)
-  mix = rng.normal(size=(inputs, inputs)) / np.sqrt(inputs) + np.eye(inputs)
-  x = rng.normal(size=(tokens, inputs)) @ mix
-  x *= np.exp(rng.normal(size=inputs))
-  w = rng.normal(size=(inputs, outputs)).astype(np.float32)
-  return w, (x.T @ x / tokens).astype(np.float32)
-
-
 def close(ours, theirs):
   scale = np.abs(theirs).max()
   assert np.abs(np.asarray(ours) - theirs).max() <= 1e-4 * scale
-
-
-def error(w, new, gram):
-  d = np.float64(w) - np.float64(new)
-  return np.einsum("io,ij,jo->", d, np.float64(gram), d)
 
 
 @pytest.mark.parametrize("seed", [0, 1])

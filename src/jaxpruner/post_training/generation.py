@@ -10,10 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpruner import sparse
+from jaxpruner.post_training import _step
 from jaxpruner.post_training.models import decoder
 from jaxpruner.post_training.models.decoder_config import Decoder
 from jaxpruner.post_training.models.hub import HubModel, is_router
-from jaxpruner.sparse import _rewrite
+from jaxpruner.sparse import _choose, _rewrite, reports
 
 VALUES = ("int8", "bfloat16")  # what matrices can be rounded to
 
@@ -57,10 +58,15 @@ class Writer:
 
   The prompt runs once through the model with a cache of keys and values; then
   each token is one step. With `accelerate=True` the weights of the step are
-  packed where that was measured to be faster. With `values="int8"` every matrix
-  is rounded to one byte per kept weight, for prompt and step, and decoded in
+  packed if that was measured to be faster. With `values="int8"` every matrix is
+  rounded to one byte per kept weight, for prompt and step, and decoded in
   registers: a model that is half zeros takes a sixth of its bytes in float32;
   with "bfloat16", two bytes, a quarter and an eighth.
+
+  Packed steps of Llama, Mistral, Qwen and Gemma are one call of machine code on
+  processors with AVX-512; with "int8" it also rounds what enters a product, to
+  a byte with a scale for 64 neighbours. Elsewhere, and with mixtures of
+  experts and OPT, XLA runs the step and calls a kernel for each product.
 
   Args:
     model: a decoder that `models.load_folder` loaded.
@@ -106,25 +112,61 @@ class Writer:
     self._dtype = next(iter(model.params.values())).dtype
     self.report = None
     prefill = functools.partial(decoder.forward, config)
-    step = functools.partial(_step, config)
     params = model.params
     if values:
       params = rounded(model, values)
-      prefill, step = map(_sparsely, (prefill, step))
+      prefill = _sparsely(prefill)
     self._prefill = functools.partial(jax.jit(prefill), params)
+    fused = None
+    if (accelerate or values) and self._dtype == jnp.float32:
+      fused = self._fused(model, values or "float32")
+    if fused is None:
+      self._step = self._traced(model, params, accelerate, values, cache)
+    elif accelerate:
+      self._step = self._faster(model, fused)
+    else:
+      self._step = fused
+
+  def _fused(self, model: HubModel, values: str) -> _step.Step | None:
+    """Return the step as one call of machine code, if it can be one."""
+    if _step.kernel(self._config, values) is None:
+      return None
+    masks = _masks(model)
+    return _step.Step(self._config, model.params, masks, self._length, values)
+
+  def _traced(
+    self,
+    model: HubModel,
+    params: Any,
+    accelerate: bool,
+    values: Any,
+    cache=None,
+  ) -> "_Traced":
+    """Return the step as XLA runs it."""
+    step = functools.partial(decoder.forward, self._config)
     if accelerate:
-      example = self._example()
+      example = jnp.zeros((1, 1), jnp.int32), self._empty(), jnp.int32(0)
       fast, self.report = sparse.accelerate(
         step, params, *example, masks=_masks(model), cache=cache
       )
       params, step = fast.params, fast.apply
-    # The cache is given away: a step writes into it, and copies nothing.
-    run = jax.jit(step, donate_argnums=2)
-    self._step = functools.partial(run, params)
+    elif values:
+      step = _sparsely(step)
+    return _Traced(step, params)
 
-  def _example(self) -> tuple[Any, ...]:
-    kept = decoder.empty_cache(self._config, 1, self._length, self._dtype)
-    return jnp.zeros((1, 1), jnp.int32), kept, jnp.int32(0)
+  def _faster(self, model: HubModel, fused: _step.Step) -> Any:
+    """Return the packed step, or the dense one if that is faster."""
+    dense = self._traced(model, model.params, False, None)
+    times = _choose.measure({
+      "dense": _repeated(dense, self._empty()),
+      "strips": _repeated(fused, self._empty()),
+    })  # fmt: skip
+    best = _choose.fastest(times)
+    self.report = _report(fused, times, best)
+    return dense if best == "dense" else fused
+
+  def _empty(self) -> decoder.Cache:
+    return decoder.empty_cache(self._config, 1, self._length, self._dtype)
 
   def write(
     self,
@@ -172,23 +214,71 @@ class Writer:
     width = min(_rounded(len(prompt)), self._length)
     padded = np.zeros((1, width), np.int32)
     padded[0, : len(prompt)] = prompt
-    kept = decoder.empty_cache(self._config, 1, self._length, self._dtype)
     # What stands behind the prompt is overwritten before anyone looks at it.
-    logits, kept = self._prefill(padded, kept, 0, len(prompt) - 1)
+    logits, kept = self._prefill(padded, self._empty(), 0, len(prompt) - 1)
+    logits = np.asarray(logits)[0, -1]
+    kept = self._step.start(kept, len(prompt))
     for i in range(len(prompt), len(prompt) + tokens):
-      drawn = _draw(np.asarray(logits)[0, -1], rng, temperature, top_k)
+      drawn = _draw(logits, rng, temperature, top_k)
       now = time.perf_counter()
       yield Token(drawn, now - start)
       start = now
       if drawn in stop or i + 1 == len(prompt) + tokens:
         return
-      logits, kept = self._step(
-        jnp.array([[drawn]], jnp.int32), kept, jnp.int32(i)
-      )
+      logits, kept = self._step(drawn, kept, i)
 
 
-def _step(config: Decoder, params: Any, token: Any, kept: Any, at: Any):
-  return decoder.forward(config, params, token, kept, at)
+class _Traced:
+  """A step that XLA runs; see `_step.Step` for its methods."""
+
+  def __init__(self, step: Callable[..., Any], params: Any):
+    # The cache is given away: a step writes into it, and copies nothing.
+    self._run = functools.partial(jax.jit(step, donate_argnums=2), params)
+
+  def start(self, kept: Any, count: int) -> Any:
+    del count
+    return kept
+
+  def __call__(self, token: int, kept: Any, at: int) -> tuple[Any, Any]:
+    token_ = jnp.array([[token]], jnp.int32)
+    logits, kept = self._run(token_, kept, jnp.int32(at))
+    return np.asarray(logits)[0, -1], kept
+
+
+def _repeated(step: Any, kept: Any) -> Callable[[], Any]:
+  """Return a function that runs the same step again and again."""
+  state = [step.start(kept, 0)]
+
+  def run():
+    logits, state[0] = step(0, state[0], 0)
+    return logits
+
+  return run
+
+
+def _report(
+  step: _step.Step, times: dict[str, float], best: str
+) -> reports.Report:
+  """Return which matrices are packed, and what that brings."""
+  layers = []
+  for name, shape, kept, size in step.matrices:
+    dense = 4 * int(np.prod(shape))
+    layers.append(
+      reports.LayerReport(
+        name,
+        shape,
+        1 - kept,
+        best,
+        "the whole step was timed",
+        dense,
+        dense if best == "dense" else size,
+        {},
+      )  # fmt: skip
+    )
+  rule = "one call of machine code per step"
+  if best == "dense":
+    rule = "the packed step was not faster: dense kept"
+  return reports.Report(tuple(layers), times["dense"], times[best], rule)
 
 
 def _sparsely(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -68,7 +68,8 @@ def prune(
       normalisations.
     batches: an iterable of batches of equal shapes, read once.
     method: "magnitude"; "wanda", |w| ‖x‖ per output; "sparsegpt", which edits
-      the kept weights; "obc", exact greedy removal for small layers; "alps",
+      the kept weights; "sparsegpt_int8", which also rounds them, to
+      `sparse.Int8`; "obc", exact greedy removal for small layers; "alps",
       ADMM, slower and closer to the dense model; "ria", relative
       importance; "sparseswaps", the best swaps of Wanda's mask; a name given to
       `register_solver`; or a solver itself, see `Solver`.

@@ -49,7 +49,7 @@ def _external(name: str, result, *arguments):
 
 malloc = _external("malloc", types.int64, types.int64)
 free = _external("free", types.void, types.int64)
-_yield = _external("sched_yield", types.int32)
+yield_ = _external("sched_yield", types.int32)
 
 
 @intrinsic
@@ -61,6 +61,30 @@ def atomic_add(_, address, value):
     return b.atomic_rmw("add", pointer, args[1], "seq_cst")
 
   return types.int64(types.int64, types.int64), emit
+
+
+@intrinsic
+def look(_, address):
+  """Read an int64 that other threads change."""
+
+  def emit(context, b, signature, args):
+    pointer = b.inttoptr(args[0], I64.as_pointer())
+    return b.load_atomic(pointer, "acquire", 8)
+
+  return types.int64(types.int64), emit
+
+
+@intrinsic
+def pause(_):
+  """Let the other half of a core work while this one waits (x86)."""
+
+  def emit(context, b, signature, args):
+    kind = ir.FunctionType(ir.VoidType(), [])
+    name = "llvm.x86.sse2.pause"
+    b.call(cgutils.get_or_insert_function(b.module, kind, name), [])
+    return context.get_dummy_value()
+
+  return types.void(), emit
 
 
 @intrinsic
@@ -107,7 +131,7 @@ def set_field(job, index, value):
 def wait_for(address, value):
   """Spin until a counter has reached `value`."""
   while atomic_add(address, 0) < value:
-    _yield()
+    yield_()
 
 
 @jit

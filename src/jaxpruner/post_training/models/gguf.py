@@ -63,6 +63,24 @@ class _Cursor:
     return self.number(_SCALARS[kind])
 
 
+class Header(NamedTuple):
+  """What stands before the weights.
+
+  Attributes:
+    metadata: name -> value.
+    fields: the bytes of the metadata, as they are in the file.
+    entries: name -> where a tensor lies.
+    align: what offsets are multiples of.
+    start: the byte at which the weights begin.
+  """
+
+  metadata: dict[str, Any]
+  fields: bytes
+  entries: dict[str, Entry]
+  align: int
+  start: int
+
+
 class File(NamedTuple):
   """A parsed file."""
 
@@ -88,18 +106,20 @@ class File(NamedTuple):
     return values
 
 
-def parse(raw: bytes) -> File:
-  """Parse a file; refuse anything that does not fit together."""
+def header(raw: bytes) -> Header:
+  """Parse what stands before the weights."""
   cursor = _Cursor(raw)
   if cursor.take(4) != b"GGUF" or cursor.number("I") not in (2, 3):
     raise DataError("not a GGUF file of version 2 or 3")
   tensors, fields = cursor.count(), cursor.count()
   metadata: dict[str, Any] = {}
+  begin = cursor.at
   for _ in range(fields):
     key = cursor.text()
     if key in metadata:
       raise DataError(f"GGUF: key {key!r} is there twice")
     metadata[key] = cursor.value(cursor.number("I"))
+  end = cursor.at
   entries: dict[str, Entry] = {}
   for _ in range(tensors):
     name, dims = cursor.text(), cursor.number("I")
@@ -111,6 +131,12 @@ def parse(raw: bytes) -> File:
   if align not in (8, 16, 32, 64, 128, 256):
     raise DataError(f"GGUF: alignment {align!r} is not sensible")
   start = -(-cursor.at // align) * align
+  return Header(metadata, raw[begin:end], entries, align, start)
+
+
+def parse(raw: bytes) -> File:
+  """Parse a file; refuse anything that does not fit together."""
+  metadata, _, entries, _, start = header(raw)
   data = memoryview(raw)[start:]
   for name, entry in entries.items():
     if entry.kind not in _BLOCKS:

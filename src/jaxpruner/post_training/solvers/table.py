@@ -67,6 +67,7 @@ SOLVERS: registry.Registry[Solver] = registry.Registry(
       "wanda",
       "ria",
       "sparsegpt",
+      "sparsegpt_int8",
       "obc",
       "alps",
       "sparseswaps",
