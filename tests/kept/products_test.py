@@ -30,7 +30,7 @@ def kernel(request, monkeypatch):
     pytest.skip("needs numba")
 
 
-@pytest.mark.parametrize("batch", [1, 17, 70])
+@pytest.mark.parametrize("batch", [1, 17, 40, 150])
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("shape", [(33, 70), (5, 70_000)])
 def test_product_and_gradients_equal_dense_ones(
