@@ -307,12 +307,12 @@ def rebuild(sparsity):
 
   @jax.jit
   def run(weights):
-    return [
-      rewiring.rewire(
-        w.values, w.layout, words, jnp.int32(w.layout.count), w.layout.count
-      )[:2]
+    leaves = [
+      rewiring.Leaf(w.values, w.layout, words, jnp.int32(n), n)
       for w in weights
+      for n in [w.layout.count]
     ]
+    return [found[:2] for found in rewiring.rewire(leaves)]
 
   return lambda: run(weights)
 
