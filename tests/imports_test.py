@@ -39,10 +39,11 @@ ROOMS = {
   "kept": [
     "places", "blocks", "bitmaps", "layouts", "block_products", "_kernel",
     "products", "capture", "choosing", "growth", "block_rewiring",
-    "_rewire_kernel", "rewiring", "folding", "tensors", "conversion",
-    "creation", "views", "rules", "lifting", "checking", "states", "making",
-    "differentiation", "stepping", "updaters", "files", "report", "_fresh",
-    "measuring", "__init__",
+    "_rewire_scores", "_rewire_search", "_rewire_lists", "_rewire_kernel",
+    "rewiring", "folding", "tensors", "conversion", "creation", "views",
+    "rules", "lifting", "checking", "states", "making", "differentiation",
+    "stepping", "updaters", "files", "report", "_fresh", "measuring",
+    "__init__",
   ],
   "program": [
     "primitives", "jaxprs", "tracing", "running", "errors", "owners",

@@ -567,3 +567,20 @@ def test_a_jitted_loss_is_refused_with_the_cure():
   x = jnp.ones((4, 16))
   with pytest.raises(ValueError, match="without jit"):
     pruner.value_and_grad(loss)(values, state, x)
+
+
+def test_creation_compiles_for_a_shape_not_for_a_name(caplog):
+  """A model of many layers would hold a program for each of them."""
+  pruner = jaxpruner.create_updater_from_config(
+    {"algorithm": "set", "sparsity": 0.5, "storage": "kept", "rng_seed": 0}
+  )
+
+  def create(names):
+    leaf = lambda _: {n: {"kernel": jnp.zeros((24, 40))} for n in names}
+    with jax.log_compiles(), caplog.at_level("WARNING"):
+      caplog.clear()
+      pruner.create(jax.random.key(0), leaf)
+    return [m for m in caplog.messages if "Finished XLA compilation" in m]
+
+  create("a")
+  assert len(create("bcdef")) <= 1  # leaves that stay dense: once for a tree

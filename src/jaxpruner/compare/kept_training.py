@@ -79,7 +79,7 @@ def build(
     def one(i):
       pick = lambda tree: jax.tree.map(lambda x: x[i], tree)
       carry = first(pick(params), keys[i], data, pick(batches), pick(given))
-      return seed.converted(carry, pick(batches), data)
+      return seed.converted(carry, data)
 
     # Every seed keeps as many weights: their arrays have the same shapes.
     seeds = [one(i) for i in range(keys.shape[0])]
@@ -109,9 +109,8 @@ class _KeptSeed(training.Seed):
     self._pruner = pruner
     self._tx = pruner.wrap_optax(task.optimizer())
 
-  def converted(self, carry: Carry, batch: PyTree, data: PyTree) -> Carry:
+  def converted(self, carry: Carry, data: PyTree) -> Carry:
     """Return the masked row's carry at kept size."""
-    del batch
     task, state = self._task, carry.state
     weights, opt_state = self._pruner.from_masked(
       carry.params,

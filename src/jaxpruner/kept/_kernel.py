@@ -4,7 +4,8 @@ The batch comes in panels: `width` batch rows, transposed, so that one weight
 scales a row of neighbours at once. A list holds the weights that meet one index
 of the result; its sums stay in registers. The gradients walk the lists of the
 other side: a row of cotangents, once loaded, serves the gradient of the input
-and the gradient of the weight.
+and the gradient of the weight. The results of a few lists are transposed while
+they are in the nearest cache, so that what leaves has its usual layout.
 """
 
 from typing import Any
@@ -23,12 +24,13 @@ from jaxpruner.sparse._simd import (
   I64,
   intrinsic,
   read_i32,
+  write_i32,
 )
 
 jit = _pool.jit
 VECTOR = _simd.WIDTH
-# Vectors per panel row: registers hold two rows of four and a weight.
-SIZES = (1, 2, 4)
+# Vectors per panel row: registers hold two such rows and a weight.
+SIZES = (1, 2, 4, 8) if _simd.AVX512 else (1, 2, 4)
 # Work (weights × vectors of batch) below which a second thread costs more than
 # it brings.
 GRAIN = 60_000
@@ -36,8 +38,8 @@ TASKS_PER_THREAD = 8
 
 (
   X, G, VALUES, STARTS, INDICES, SLOTS, Y, DV, PANELS, IN_SIZE, OUT_SIZE,
-  LISTS, VECTORS, WIDE, BACK, STEP, FIELDS,
-) = range(_pool.FIRST_FREE, _pool.FIRST_FREE + 17)  # fmt: skip
+  BATCH, LISTS, VECTORS, WIDE, BACK, STEP, FIELDS,
+) = range(_pool.FIRST_FREE, _pool.FIRST_FREE + 18)  # fmt: skip
 
 
 def _entry(b: Any, values: Any, indices: Any, slots: Any, at: Any, wide: bool):
@@ -127,72 +129,108 @@ def _gradients(vectors: int, wide: bool) -> Any:
   return f
 
 
-_sums1, _sums2, _sums4 = (_sums(v, False) for v in SIZES)
-_wide_sums1, _wide_sums2, _wide_sums4 = (_sums(v, True) for v in SIZES)
-_grad1, _grad2, _grad4 = (_gradients(v, False) for v in SIZES)
-_wide_grad1, _wide_grad2, _wide_grad4 = (_gradients(v, True) for v in SIZES)
+_sums1, _sums2, _sums4, _sums8 = (_sums(v, False) for v in (1, 2, 4, 8))
+_wide_sums1, _wide_sums2, _wide_sums4 = (_sums(v, True) for v in (1, 2, 4))
+_grad1, _grad2, _grad4, _grad8 = (_gradients(v, False) for v in (1, 2, 4, 8))
+_wide_grad1, _wide_grad2, _wide_grad4 = (_gradients(v, True) for v in (1, 2, 4))
+_transpose = _simd.transpose(VECTOR)
 
 
 @jit
-def _lists(job, begin, end):
-  """Multiply the lists begin … end - 1, panel by panel."""
+def _flush(job, tile, first, lists, panel):
+  """Write the results of some lists, from a tile, where the batch has them."""
+  vectors, columns = field(job, VECTORS), field(job, OUT_SIZE)
+  width = VECTOR * vectors
+  rows = min(width, field(job, BATCH) - panel * width)
+  target = field(job, Y) + 4 * (panel * width * columns + first)
+  if lists == VECTOR:
+    for row in range(0, rows, VECTOR):
+      _transpose(
+        tile + 4 * row, 4 * width, VECTOR,
+        target + 4 * row * columns, 4 * columns, rows - row,
+      )  # fmt: skip
+    return
+  for row in range(rows):
+    for i in range(lists):
+      place = target + 4 * (row * columns + i)
+      write_i32(place, read_i32(tile + 4 * (i * width + row)))
+
+
+@jit
+def _product_tile(job, begin, end, panel, tile):
+  """Multiply the lists begin … end - 1 by a panel."""
   vectors, wide = field(job, VECTORS), field(job, WIDE)
   row = 4 * VECTOR * vectors
   values, slots = field(job, VALUES), field(job, SLOTS)
   indices, starts = field(job, INDICES), field(job, STARTS)
-  for panel in range(field(job, PANELS)):
-    x = field(job, X) + panel * field(job, IN_SIZE) * row
-    y = field(job, Y) + panel * field(job, OUT_SIZE) * row
-    for i in range(begin, end):
-      first = int(read_i32(starts + 4 * i))
-      last = int(read_i32(starts + 4 * i + 4))
-      args = (x, values, indices, slots, first, last, y + i * row)
-      if wide == 0:
-        if vectors == 4:
-          _sums4(*args)
-        elif vectors == 2:
-          _sums2(*args)
-        else:
-          _sums1(*args)
+  x = field(job, X) + panel * field(job, IN_SIZE) * row
+  for i in range(begin, end):
+    first = int(read_i32(starts + 4 * i))
+    last = int(read_i32(starts + 4 * i + 4))
+    args = (x, values, indices, slots, first, last, tile + (i - begin) * row)
+    if wide == 0:
+      if vectors == 8:
+        _sums8(*args)
       elif vectors == 4:
-        _wide_sums4(*args)
+        _sums4(*args)
       elif vectors == 2:
-        _wide_sums2(*args)
+        _sums2(*args)
       else:
-        _wide_sums1(*args)
+        _sums1(*args)
+    elif vectors == 4:
+      _wide_sums4(*args)
+    elif vectors == 2:
+      _wide_sums2(*args)
+    else:
+      _wide_sums1(*args)
 
 
 @jit
-def _back_lists(job, begin, end):
-  """Make both gradients of the lists begin … end - 1, panel by panel."""
+def _gradient_tile(job, begin, end, panel, tile):
+  """Make both gradients of the lists begin … end - 1, of a panel."""
   vectors, wide = field(job, VECTORS), field(job, WIDE)
   row = 4 * VECTOR * vectors
   values, slots, dv = field(job, VALUES), field(job, SLOTS), field(job, DV)
   indices, starts = field(job, INDICES), field(job, STARTS)
-  for panel in range(field(job, PANELS)):
-    x = field(job, X) + panel * field(job, OUT_SIZE) * row
-    g = field(job, G) + panel * field(job, IN_SIZE) * row
-    dx = field(job, Y) + panel * field(job, OUT_SIZE) * row
-    for i in range(begin, end):
-      first = int(read_i32(starts + 4 * i))
-      last = int(read_i32(starts + 4 * i + 4))
-      at = i * row
-      args = (
-        x + at, g, values, indices, slots, first, last, dx + at, dv, panel == 0,
-      )  # fmt: skip
-      if wide == 0:
-        if vectors == 4:
-          _grad4(*args)
-        elif vectors == 2:
-          _grad2(*args)
-        else:
-          _grad1(*args)
+  x = field(job, X) + panel * field(job, OUT_SIZE) * row
+  g = field(job, G) + panel * field(job, IN_SIZE) * row
+  for i in range(begin, end):
+    first = int(read_i32(starts + 4 * i))
+    last = int(read_i32(starts + 4 * i + 4))
+    args = (
+      x + i * row, g, values, indices, slots, first, last,
+      tile + (i - begin) * row, dv, panel == 0,
+    )  # fmt: skip
+    if wide == 0:
+      if vectors == 8:
+        _grad8(*args)
       elif vectors == 4:
-        _wide_grad4(*args)
+        _grad4(*args)
       elif vectors == 2:
-        _wide_grad2(*args)
+        _grad2(*args)
       else:
-        _wide_grad1(*args)
+        _grad1(*args)
+    elif vectors == 4:
+      _wide_grad4(*args)
+    elif vectors == 2:
+      _wide_grad2(*args)
+    else:
+      _wide_grad1(*args)
+
+
+@jit
+def _lists(job, begin, end):
+  """Do the lists begin … end - 1, panel by panel."""
+  tile = _pool.malloc(4 * VECTOR * VECTOR * field(job, VECTORS))
+  for panel in range(field(job, PANELS)):
+    for first in range(begin, end, VECTOR):
+      last = min(first + VECTOR, end)
+      if field(job, BACK):
+        _gradient_tile(job, first, last, panel, tile)
+      else:
+        _product_tile(job, first, last, panel, tile)
+      _flush(job, tile, first, last - first, panel)
+  _pool.free(tile)
 
 
 @jit
@@ -206,10 +244,7 @@ def _work(job):
   index = _pool.atomic_add(job + 8 * _pool.NEXT, 1)
   while index < tasks:
     begin, end = index * step, min(lists, (index + 1) * step)
-    if field(job, BACK):
-      _back_lists(job, begin, end)
-    else:
-      _lists(job, begin, end)
+    _lists(job, begin, end)
     _pool.atomic_add(job + 8 * _pool.DONE, 1)
     index = _pool.atomic_add(job + 8 * _pool.NEXT, 1)
 
@@ -230,7 +265,7 @@ def _run(frame, back):
   """Cut the lists into tasks and share them.
 
   Operands: x panels (P, K, width), [g panels,] values, starts, indices, slots.
-  Results: panels (P, lists, width) [, dv].
+  Results: y (batch, lists) [, dv].
   """
   y = _pool.result(frame, 0)
   if _pool.size(y) == 0:
@@ -253,9 +288,10 @@ def _run(frame, back):
   set_field(job, Y, _pool.data(y))
   set_field(job, BACK, more)
   lists = _pool.dim(y, 1)
-  panels, vectors = _pool.dim(y, 0), _pool.dim(y, 2) // VECTOR
+  panels, vectors = _pool.dim(x, 0), _pool.dim(x, 2) // VECTOR
   set_field(job, LISTS, lists)
   set_field(job, OUT_SIZE, lists)
+  set_field(job, BATCH, _pool.dim(y, 0))
   set_field(job, PANELS, panels)
   set_field(job, VECTORS, vectors)
   set_field(job, WIDE, 0 if _pool.is_u16(indices) else 1)
@@ -271,6 +307,7 @@ def _run(frame, back):
     threads = min(threads, _pool.num_threads(frame))
   parts = 1 if threads == 1 else TASKS_PER_THREAD * threads
   step = (lists + parts - 1) // parts
+  step = (step + VECTOR - 1) // VECTOR * VECTOR  # whole tiles
   set_field(job, STEP, step)
   set_field(job, _pool.TASKS, (lists + step - 1) // step)
   _pool.schedule(frame, threads, _task_address(), job)

@@ -19,6 +19,9 @@ from jaxpruner.kept.blocks import BlockLayout
 from jaxpruner.kept.layouts import Layout
 from jaxpruner.sparse import kernels
 
+# Vectors of a panel that the second cache holds.
+CACHED = 4 * 4096
+
 
 @functools.cache
 def load() -> Any:
@@ -110,9 +113,11 @@ def _dense_gradients(x, g, values, layout, transposed):
 
 def _width(batch: int, size: int) -> int:
   """Return the batch rows of a panel: few enough that one stays in cache."""
-  vectors = 4 if size <= 4096 else 2 if size <= 8192 else 1
-  need = -(-batch // load().VECTOR)
-  return load().VECTOR * min(vectors, 1 if need == 1 else 2 if need == 2 else 4)
+  sizes, vector = load().SIZES, load().VECTOR
+  # Longer rows save decoding; panels far above a megabyte leave the cache.
+  most = max(v for v in sizes if v == 1 or v * size <= CACHED)
+  need = -(-batch // vector)
+  return vector * min([most, *(v for v in sizes if v >= need)])
 
 
 def _panels(x: Array, width: int) -> Array:
@@ -123,35 +128,24 @@ def _panels(x: Array, width: int) -> Array:
   return x.reshape(count, width, size).transpose(0, 2, 1)
 
 
-def _rows(panels: Array, batch: int) -> Array:
-  count, size, width = panels.shape
-  rows = panels.transpose(0, 2, 1).reshape(count * width, size)
-  return rows[:batch]
-
-
 def _fast_product(x, values, layout, transposed):
-  batch = x.shape[0]
-  width = _width(batch, max(layout.matrix))
+  width = _width(len(x), max(layout.matrix))
   lists = layout.by_row if transposed else layout.by_column
-  panels = _panels(x, width)
-  out = (panels.shape[0], layout.matrix[not transposed], width)
+  out = (len(x), layout.matrix[not transposed])
   call = jax.ffi.ffi_call(
     "jaxpruner_kept_product", jax.ShapeDtypeStruct(out, jnp.float32)
   )
-  return _rows(call(panels, values, *lists), batch)
+  return call(_panels(x, width), values, *lists)
 
 
 def _fast_gradients(x, g, values, layout, transposed):
-  batch = x.shape[0]
-  width = _width(batch, max(layout.matrix))
+  width = _width(len(x), max(layout.matrix))
   lists = layout.by_column if transposed else layout.by_row
-  panels = _panels(x, width)
   call = jax.ffi.ffi_call(
     "jaxpruner_kept_gradients",
     (
-      jax.ShapeDtypeStruct(panels.shape, jnp.float32),
+      jax.ShapeDtypeStruct(x.shape, jnp.float32),
       jax.ShapeDtypeStruct(values.shape, jnp.float32),
     ),
   )
-  dx, dv = call(panels, _panels(g, width), values, *lists)
-  return _rows(dx, batch), dv
+  return call(_panels(x, width), _panels(g, width), values, *lists)

@@ -5,7 +5,8 @@ it is written with bitmaps. Both choose the same weights.
 """
 
 import functools
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,37 +37,69 @@ def load() -> Any:
   return _rewire_kernel
 
 
-def rewire(
-  values: Array,
-  layout: Layout | BlockLayout,
-  growth: Growth,
-  left: Array,
-  most: int,
-) -> tuple[Layout | BlockLayout, Array, Array]:
-  """Return the layout after a mask update, and which slots moved.
+class Leaf(NamedTuple):
+  """What a mask update of one leaf (no stack) needs.
 
-  A weight that stays keeps its slot, and so its value and its moments. The
-  slots of the removed weights are given to the grown ones, in order. If a
-  growth score is not finite, all stay.
-
-  Args:
+  Attributes:
     values: the kept values, by slot.
     layout: their positions.
     growth: growth scores of the folded weight.
     left: int32, how many of the kept weights are not dropped.
     most: an upper bound of how many are.
+  """
+
+  values: Array
+  layout: Layout | BlockLayout
+  growth: Growth
+  left: Array
+  most: int
+
+  @property
+  def has_kernel(self) -> bool:
+    if isinstance(self.layout, BlockLayout) or load() is None:
+      return False
+    return self.growth.has_kernel
+
+
+Rewired = tuple[Layout | BlockLayout, Array, Array]
+
+
+def rewire(leaves: Sequence[Leaf]) -> list[Rewired]:
+  """Return the layouts after a mask update, and which slots moved.
+
+  A weight that stays keeps its slot, and so its value and its moments. The
+  slots of the removed weights are given to the grown ones, in order. If a
+  growth score is not finite, all stay. Leaves that machine code can rewire are
+  handed over together: XLA would call it for one after the other, and much of
+  its work has one thread.
+
+  Args:
+    leaves: the leaves.
 
   Returns:
-    `(layout, moved, finite)`: the new layout, a boolean per slot, and whether
-    all scores are finite.
+    Per leaf `(layout, moved, finite)`: the new layout, a boolean per slot, and
+    whether all scores are finite.
   """
+  together = [leaf for leaf in leaves if leaf.has_kernel]
+  found: Iterator[Any] = iter(())
+  if together:
+    # `most` is no array: it belongs to the branches, not to their operands.
+    most = [leaf.most for leaf in together]
+    slow = lambda *operands: [
+      _with_bitmaps(*own, most=m) for own, m in zip(operands, most, strict=True)
+    ]
+    operands = [leaf[:-1] for leaf in together]
+    found = iter(
+      jax.lax.platform_dependent(*operands, cpu=_in_kernel, default=slow)
+    )
+  return [next(found) if leaf.has_kernel else _alone(leaf) for leaf in leaves]
+
+
+def _alone(leaf: Leaf) -> Rewired:
+  values, layout, growth, left, most = leaf
   if isinstance(layout, BlockLayout):
     return block_rewiring.rewire(values, layout, growth, left)
-  slow = functools.partial(_with_bitmaps, most=most)
-  operands = values, layout, growth, left
-  if load() is None or not growth.has_kernel:
-    return slow(*operands)
-  return jax.lax.platform_dependent(*operands, cpu=_in_kernel, default=slow)
+  return _with_bitmaps(values, layout, growth, left, most=most)
 
 
 def first_layout(
@@ -104,42 +137,52 @@ def first_layout(
     )
     empty = Layout(none(rows), none(columns), tuple(shape), split, name)
     values, left = jnp.zeros(0, jnp.float32), jnp.int32(0)
-    return _in_kernel(values, empty, growth, left, count)[0]
+    return _in_kernel((values, empty, growth, left), count=count)[0][0]
 
   if load() is None or not growth.has_kernel:
     return slow(growth)
   return jax.lax.platform_dependent(growth, cpu=fast, default=slow)
 
 
-def _in_kernel(values, layout, growth, left, count=None):
-  """Call the kernel; `count` is the new number of weights."""
-  count = layout.count if count is None else count
+def _in_kernel(*leaves, count=None):
+  """Call the kernel; `count` is the new number of weights, if it changes."""
+  names, operands, results = set(), [], []
+  for values, layout, growth, left in leaves:
+    name, scores = growth.for_kernel(load())
+    names.add(name)
+    values, left = values.astype(jnp.float32), left.astype(jnp.int32)
+    operands += [*layout.by_row, values, left, *scores]
+    results += _result_shapes(layout, count or layout.count)
+  (name,) = names  # an algorithm grows all its leaves alike
+  call = jax.ffi.ffi_call(f"jaxpruner_kept_{name}", tuple(results))
+  out, each = call(*operands), len(results) // len(leaves)
+  found = []
+  for i, (_, layout, _, _) in enumerate(leaves):
+    own = out[each * i : each * (i + 1)]
+    new = Layout(
+      Lists(*own[:3]),
+      Lists(*own[3:6]),
+      layout.shape,
+      layout.split,
+      layout.name,
+    )
+    found.append((new, own[6] == 1, own[7][0] == 1))
+  return found
+
+
+def _result_shapes(layout: Layout, count: int) -> list[jax.ShapeDtypeStruct]:
   rows, columns = layout.matrix
-  lists = lambda number, length: (
+  lists = lambda number, length: [
     jax.ShapeDtypeStruct((number + 1,), jnp.int32),
     jax.ShapeDtypeStruct((count,), layouts.index_dtype(length)),
     jax.ShapeDtypeStruct((count,), jnp.int32),
-  )
-  name, operands = growth.for_kernel(load())
-  call = jax.ffi.ffi_call(
-    f"jaxpruner_kept_{name}",
-    (
-      *lists(rows, columns),
-      *lists(columns, rows),
-      jax.ShapeDtypeStruct((count,), jnp.uint8),
-      jax.ShapeDtypeStruct((1,), jnp.uint8),
-    ),
-  )
-  out = call(
-    *layout.by_row,
-    values.astype(jnp.float32),
-    left.astype(jnp.int32),
-    *operands,
-  )
-  new = Layout(
-    Lists(*out[:3]), Lists(*out[3:6]), layout.shape, layout.split, layout.name
-  )
-  return new, out[6] == 1, out[7][0] == 1
+  ]
+  return [
+    *lists(rows, columns),
+    *lists(columns, rows),
+    jax.ShapeDtypeStruct((count,), jnp.uint8),
+    jax.ShapeDtypeStruct((1,), jnp.uint8),
+  ]
 
 
 def _with_bitmaps(values, layout, growth, left, *, most):

@@ -104,43 +104,65 @@ def _rewire(
 ) -> tuple[PyTree, Array, list[Any]]:
   """Return new layouts, refusals, and the entries that moved."""
   leaves, treedef = jax.tree.flatten(params)
-  layouts, moved, refused = [], [], []
-  for values, layout in zip(
-    leaves, states.layouts_of(params, state), strict=True
-  ):
+  layouts = states.layouts_of(params, state)
+  found = iter(_rewired(updater, state, leaves, layouts, growth))
+  new, moved, refused = [], [], []
+  for values, layout in zip(leaves, layouts, strict=True):
     if layout is None:
-      layouts.append(_leaves.ABSENT)
+      new.append(_leaves.ABSENT)
       moved.append(None)
       continue
-    new, moves, fine = _rewire_leaf(updater, state, values, layout, growth)
-    layouts.append(new)
-    moved.append(moves)
+    own, moves, fine = next(found)
+    new.append(own)
+    moves = moves.reshape(moves.shape + (1,) * (values.ndim - moves.ndim))
+    moved.append(jnp.broadcast_to(moves, values.shape))
     refused.append(jnp.atleast_1d(~fine))
   skipped = state.skipped + jnp.concatenate(refused).astype(jnp.int32)
-  return treedef.unflatten(layouts), skipped, moved
+  return treedef.unflatten(new), skipped, moved
 
 
-def _rewire_leaf(updater, state, values, layout, growth):
-  """Return the new layout of a leaf, its moved entries, and whether it is one.
+def _rewired(updater, state, leaves, layouts, growth) -> list[Any]:
+  """Return, per kept leaf: its new layout, its moves, and whether it is one.
 
-  The layers of a stack are rewired one after the other, by one compiled body.
+  Plain leaves are rewired together. The layers of a stack are rewired one after
+  the other, by one compiled body.
   """
+  kept = [(v, l) for v, l in zip(leaves, layouts, strict=True) if l is not None]
+  plain, finite = [], []
+  for values, layout in kept:
+    if layout.axis is None:
+      scores = _scores(updater, state, layout, growth)
+      leaf, fine = _leaf(updater, state, layout, values, scores)
+      plain.append(leaf)
+      finite.append(fine)
+  done = zip(rewiring.rewire(plain), finite, strict=True)
+
+  def layers(layout, values, scores):
+    leaf, fine = _leaf(updater, state, layout, values, scores)
+    ((new, moved, summed),) = rewiring.rewire([leaf])
+    return new, moved, fine & summed
+
+  found = []
+  for values, layout in kept:
+    if layout.axis is None:
+      (new, moved, summed), fine = next(done)
+      found.append((new, moved, fine & summed))
+      continue
+    scores = _scores(updater, state, layout, growth)
+    new, moved, fine = layout.in_turn(layers, values, scores)
+    new = tensors.restack(new, layout.shape, layout.axis)
+    found.append((new, moved, fine))
+  return found
+
+
+def _leaf(updater, state, layout, values, scores) -> tuple[Any, Array]:
+  """Return the mask update of a leaf, and whether it starts from numbers."""
   totals = jnp.full((1,), layout.count, jnp.int32)
   survivors = updater.survivors(state, totals, None, None)[0]
+  finite = scores.factors_finite() & rewiring.all_finite(values)
+  left = jnp.where(finite, survivors, layout.count)
   most = _most(updater, layout.count)
-
-  def one(layout, values, scores):
-    finite = scores.factors_finite() & rewiring.all_finite(values)
-    left = jnp.where(finite, survivors, layout.count)
-    new, moved, summed = rewiring.rewire(values, layout, scores, left, most)
-    return new, moved, finite & summed
-
-  scores = _scores(updater, state, layout, growth)
-  new, moved, fine = layout.in_turn(one, values, scores)
-  if layout.axis is not None:
-    new = tensors.restack(new, layout.shape, layout.axis)
-  moved = moved.reshape(moved.shape + (1,) * (values.ndim - moved.ndim))
-  return new, jnp.broadcast_to(moved, values.shape), fine
+  return rewiring.Leaf(values, layout, scores, left, most), finite
 
 
 def _scores(updater, state, layout, growth) -> growing.Growth:

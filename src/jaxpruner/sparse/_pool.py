@@ -23,6 +23,7 @@ jit = njit(nogil=True, fastmath=True, error_model="numpy", cache=True)
 
 # XLA_FFI_CallFrame
 _EXTENSION, _API, _CONTEXT, _ARGS, _RETS = 8, 16, 24, 40 + 32, 80 + 32
+_ARGS_SIZE = 40 + 16
 # XLA_FFI_Api: the two entries for the thread pool
 _SCHEDULE, _NUM_THREADS = 136, 144
 # XLA_FFI_Buffer
@@ -186,6 +187,12 @@ def is_metadata_query(frame):
   write_i32(metadata + 28, 1)
   write_i32(metadata + 32, 0)
   return True
+
+
+@jit
+def arguments(frame):
+  """Return the number of operands."""
+  return read_i64(frame + _ARGS_SIZE)
 
 
 @jit

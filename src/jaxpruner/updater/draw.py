@@ -1,6 +1,5 @@
 """Draw random scores that are computed anew in every pass, never stored."""
 
-import functools
 from typing import Any
 
 import jax
@@ -32,7 +31,6 @@ def draw(
   ]
 
 
-@functools.partial(jax.jit, static_argnames="names")
 def leaf_words(
   data: Array, salt: Any, names: tuple[_leaves.Names, ...]
 ) -> Array:
@@ -42,7 +40,12 @@ def leaf_words(
   """
   paths = [_tools.path_hash(_leaves.join(n)) for n in names]
   words = np.array(paths, np.uint32)[:, None] + np.array([[0, 0x9E3779B9]])
-  words = jnp.asarray(words.astype(np.uint32))
+  return _mixed(words.astype(np.uint32), data, salt)
+
+
+@jax.jit
+def _mixed(words: Array, data: Array, salt: Any) -> Array:
+  """Mix words with key and salt: one program for all paths."""
   salt = jnp.asarray(salt).astype(jnp.uint32)
   for part in (*(data[i] for i in range(data.shape[0])), salt):
     words = _mix(words) ^ part
