@@ -755,7 +755,8 @@ class BaseUpdater:
       ((2, 2), True)
     """
     key = None if sparse_state is None else sparse_state.key
-    key = seeds.key_of(self, params) if _leaves.is_absent(key) else key
+    if key is None or _leaves.is_absent(key):
+      key = seeds.key_of(self, params)
     return seeds.random_scores(params, key, salt)
 
   def view(self, params: PyTree, targets: Sparsities = None) -> Prunable:

@@ -20,7 +20,7 @@ class _Layer(NamedTuple):
   """One layer, taken out of a stack by a slice."""
 
   stack: Var
-  index: int
+  number: int
   node: Node
 
 
@@ -56,7 +56,7 @@ class Order:
     stacks = {layer.stack for layer in layers}
     known = {v: x for v, x in values.items() if v not in stacks}
     known |= {
-      layer.node.outputs[0]: values[layer.stack][layer.index][None]
+      layer.node.outputs[0]: values[layer.stack][layer.number][None]
       for layer in layers
     }
     fixed = _ordered(program, apart, [v for v in values if v not in stacks])
@@ -85,7 +85,7 @@ class Order:
       return array
     units = np.array(array).reshape([d.size for d in self._dims.flat(var)])
     for place, order in self._orders[var]:
-      layer = units[place.layer.index]
+      layer = units[place.layer.number]
       layer[...] = np.take(layer, order, place.position - 1)
     return units.reshape(array.shape)
 
@@ -98,7 +98,7 @@ def _layers(
   for var in values:
     nodes = users.get(var, [])
     found = [_Layer(var, _index(node), node) for node in nodes]
-    if var not in program.outputs and all(f.index >= 0 for f in found):
+    if var not in program.outputs and all(f.number >= 0 for f in found):
       yield from found
 
 
@@ -148,7 +148,7 @@ def _is_free(places: list[_Place], fixed: set[Dim]) -> bool:
   """Tell whether the units of each layer can be in an order of their own."""
   layer_of: dict[Dim, int] = {}
   for place in places:
-    index = layer_of.setdefault(place.dim, place.layer.index)
-    if place.dim.blocked or place.dim in fixed or index != place.layer.index:
+    index = layer_of.setdefault(place.dim, place.layer.number)
+    if place.dim.blocked or place.dim in fixed or index != place.layer.number:
       return False
   return True
