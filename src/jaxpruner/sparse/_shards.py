@@ -110,6 +110,9 @@ class Shards:
       names = sorted(p.name for p in self.path.glob("*.safetensors"))
     if len(names) > MAX_SHARDS:
       raise st.FileFormatError(f"{self.path}: more than {MAX_SHARDS} shards")
+    if (self.path / "config.json").exists():
+      # Edited last: a broken one is refused first, not when all is written.
+      read_json(inside(self.path, "config.json"))
     self._open = contextlib.ExitStack()
     try:
       self.shards = {name: self._shard(name) for name in names}
