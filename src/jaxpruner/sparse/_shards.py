@@ -110,9 +110,6 @@ class Shards:
       names = sorted(p.name for p in self.path.glob("*.safetensors"))
     if len(names) > MAX_SHARDS:
       raise st.FileFormatError(f"{self.path}: more than {MAX_SHARDS} shards")
-    if (self.path / "config.json").exists():
-      # Edited last: a broken one is refused first, not when all is written.
-      read_json(inside(self.path, "config.json"))
     self._open = contextlib.ExitStack()
     try:
       self.shards = {name: self._shard(name) for name in names}
@@ -220,6 +217,10 @@ class Shards:
       "settings": {"layout": layout, **(facts or {})},
       "versions": fingerprint.versions("jaxpruner"),
     }
+    others, left = self._others()
+    if "config.json" in others:
+      # Edited last; a broken one is refused before anything is written.
+      read_json(others["config.json"])
     found = []
     with _staging.replacing(target, facts, overwrite) as parts:
       for name, file in self.shards.items():
@@ -233,7 +234,10 @@ class Shards:
             metadata={**file.metadata, **metadata},
             progress=progress,
           )
-      left = self._copy_others(parts)
+      for name, path in others.items():
+        (parts / name).parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "rb") as old, atomic.replacing(parts / name) as new:
+          shutil.copyfileobj(old, new)
       self._describe(parts, layout or self.layout)
     return Written(left, found)
 
@@ -257,8 +261,9 @@ class Shards:
       lambda old: _peer_config.described(old, layout, share),
     )
 
-  def _copy_others(self, parts: pathlib.Path) -> list[str]:
-    """Copy configuration and tokenizer; return what was left out."""
+  def _others(self) -> tuple[dict[str, pathlib.Path], list[str]]:
+    """Return the files to copy (configuration, tokenizer), and the others."""
+    copied: dict[str, pathlib.Path] = {}
     left = []
     for count, path in enumerate(sorted(self.path.rglob("*"))):
       if count > MAX_FILES:
@@ -277,7 +282,5 @@ class Shards:
         raise st.FileFormatError(
           f"{path} is neither a file nor a folder; remove it"
         )
-      (parts / name).parent.mkdir(parents=True, exist_ok=True)
-      with open(real, "rb") as old, atomic.replacing(parts / name) as new:
-        shutil.copyfileobj(old, new)
-    return left
+      copied[name] = real
+    return copied, left
