@@ -155,6 +155,7 @@ def test_one_value_stands_for_a_list_of_one(tmp_path):
     (["--set", "steps=-3"], "--steps -3"),
     (["--set", "width=2.5"], "--set width=2.5"),
     (["--set", "learning_rate=nan"], "--set learning_rate=nan"),
+    (["--set", "learning_rate=-1"], "--set learning_rate=-1"),
     (["--set", "width=x"], "must be a whole number"),
     (["--sparsity", "0.8,x"], "write fractions"),
     (["--sparsity", ""], "write fractions"),

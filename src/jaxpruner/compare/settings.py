@@ -357,7 +357,10 @@ def _kind_of(default: Any) -> tuple[Any, str]:
     fits = lambda v: _is_whole(v) and least <= v <= _LARGEST
     return fits, f"a whole number from {least} to {_LARGEST:,}"
   if isinstance(default, float):
-    return _is_number, "a finite number"
+    # A rate, a share, a deviation: none of them is negative unless it says so.
+    least = min(0.0, default)
+    fits = lambda v: _is_number(v) and v >= least
+    return fits, f"a finite number of at least {least:g}"
   if isinstance(default, str):
     return lambda v: isinstance(v, str), "text"
   return lambda v: isinstance(v, type(default)), type(default).__name__
