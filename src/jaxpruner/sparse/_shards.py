@@ -79,6 +79,14 @@ def _shard_of(index: pathlib.Path) -> dict[str, str]:
   return where
 
 
+def copy_files(files: Mapping[str, pathlib.Path], target: pathlib.Path) -> None:
+  """Copy files into a folder, each under its name there."""
+  for name, path in files.items():
+    (target / name).parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "rb") as old, atomic.replacing(target / name) as new:
+      shutil.copyfileobj(old, new)
+
+
 def _edit(
   path: pathlib.Path, change: Callable[[dict[str, Any]], dict[str, Any]]
 ) -> None:
@@ -217,7 +225,7 @@ class Shards:
       "settings": {"layout": layout, **(facts or {})},
       "versions": fingerprint.versions("jaxpruner"),
     }
-    others, left = self._others()
+    others, left = self.other_files()
     if "config.json" in others:
       # Edited last; a broken one is refused before anything is written.
       read_json(others["config.json"])
@@ -234,10 +242,7 @@ class Shards:
             metadata={**file.metadata, **metadata},
             progress=progress,
           )
-      for name, path in others.items():
-        (parts / name).parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "rb") as old, atomic.replacing(parts / name) as new:
-          shutil.copyfileobj(old, new)
+      copy_files(others, parts)
       self._describe(parts, layout or self.layout)
     return Written(left, found)
 
@@ -261,7 +266,7 @@ class Shards:
       lambda old: _peer_config.described(old, layout, share),
     )
 
-  def _others(self) -> tuple[dict[str, pathlib.Path], list[str]]:
+  def other_files(self) -> tuple[dict[str, pathlib.Path], list[str]]:
     """Return the files to copy (configuration, tokenizer), and the others."""
     copied: dict[str, pathlib.Path] = {}
     left = []

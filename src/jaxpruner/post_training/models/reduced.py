@@ -141,7 +141,7 @@ def save_folder(
         layout="dense",
         metadata={"format": "pt"},
       )
-    file._copy_others(parts)
+    _shards.copy_files(file.other_files()[0], parts)
     size = sum(p.stat().st_size for p in parts.glob("*.safetensors"))
     index = {"metadata": {"total_size": size}, "weight_map": where}
     texts = {"config.json": small.config}
