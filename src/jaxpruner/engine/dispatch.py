@@ -79,8 +79,9 @@ def tell_if_sharded(run: Run, shapes: list[Any], *args: Any) -> list[Array]:
     return run(
       any(set(m.manual_axes) != set(m.axis_names) for m in meshes), *args
     )
-  specs = [jax.typeof(x).sharding.spec for x in flat]
-  if any(axis is not None for spec in specs for axis in spec):
+  if any(jax.typeof(x).sharding.mesh.explicit_axes for x in flat):
+    # Shardings are part of the types. Counting leaves where they are is right
+    # for replicated ones too.
     return run(True, *args)
   results = tuple(jax.core.ShapedArray(*shape) for shape in shapes)
   on_flat = lambda sharded, *flat: run(sharded, *treedef.unflatten(flat))

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Bool, Int, UInt, UInt8
 
 from jaxpruner.engine import order
@@ -116,14 +117,22 @@ def manual_axes(x: Array) -> frozenset[str]:
 
 
 def vary(tree: Any, anchor: Any) -> Any:
-  """Mark `tree` as varying over the manual mesh axes `anchor` varies over.
+  """Give `tree` the mesh of `anchor`, and the manual axes it varies over.
 
-  Inside `shard_map` a loop's first carry must have the type of its last.
+  A loop's first carry must have the type of its last, which what it reads of
+  `anchor` decides: inside `shard_map`, and where axes are explicit.
   """
-  wanted = frozenset[str]().union(*map(manual_axes, jax.tree.leaves(anchor)))
+  leaves = jax.tree.leaves(anchor)
+  wanted = frozenset[str]().union(*map(manual_axes, leaves))
+  meshes = [jax.typeof(x).sharding.mesh for x in leaves]
+  mesh = next((m for m in meshes if m.explicit_axes), None)
 
   def cast(x: Array) -> Array:
     missing = tuple(wanted - manual_axes(x))
-    return lax.pcast(x, missing, to="varying") if missing else x
+    if missing:
+      x = lax.pcast(x, missing, to="varying")
+    if mesh is None or jax.typeof(x).sharding.mesh.explicit_axes:
+      return x
+    return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec()))
 
   return jax.tree.map(cast, tree)
