@@ -169,7 +169,7 @@ def test_sums_hold_the_steps_of_a_window_before_an_update():
     ("redistribute", 3),
   ],
 )
-def test_parts_that_are_none_are_refused(field, value):
+def test_parts_of_the_wrong_kind_are_refused(field, value):
   with pytest.raises(ValueError, match=f"SET: {field}="):
     jaxpruner.SET(**{field: value})
   jaxpruner.SET(drop_fraction=1.0, momentum_decay=0, redistribute=None)

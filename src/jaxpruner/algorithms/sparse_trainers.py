@@ -116,6 +116,17 @@ class Rewiring(_legacy.OldHooks, StaticRandomSparse):
 
   def __post_init__(self):
     super().__post_init__()
+    cls = type(self)
+    if (
+      self.category.start == "sparse-to-sparse"
+      and cls.calculate_scores is not Rewiring.calculate_scores
+      and cls.update_state is Rewiring.update_state
+    ):
+      raise TypeError(
+        f"{cls.__name__}.calculate_scores would never be called: this "
+        "algorithm drops and grows; override drop_scores and grow_scores, or "
+        "pass drop= and grow= criteria"
+      )
     checks.check_share(self, "drop_fraction")
     checks.check_share(self, "momentum_decay")
     if self.drop_fraction_fn is not None and not callable(
@@ -127,7 +138,8 @@ class Rewiring(_legacy.OldHooks, StaticRandomSparse):
       )
     for name in ("drop", "grow", "redistribute"):
       part = getattr(self, name)
-      if isinstance(part, type) or not (part is None or callable(part)):
+      left_out = part is None and name == "redistribute"
+      if isinstance(part, type) or not (left_out or callable(part)):
         raise ValueError(
           f"{type(self).__name__}: {name}={part!r} must be a part such as "
           "jaxpruner.criteria.Gradient() or jaxpruner.redistribution."

@@ -25,7 +25,7 @@ def prune_at_once(
       "wrap_optax, and params = pruner.post_gradient_update(params, "
       "opt_state) after init; for a random mask use RandomPruning"
     )
-  if updater.sparsity_distribution_fn is None:
+  if updater.sparsity_distribution_fn is None and updater.ranking != "global":
     raise ValueError(
       "instant_sparsify: sparsity_distribution_fn=None says nothing about "
       "how much to remove; pass functools.partial("
@@ -47,7 +47,8 @@ def prune_at_once(
   if masks is None:
     scores = selecting.calculate(updater, params, grads=grads, **extra)
     checks.check_scores(updater, view, scores)
-    masks = updater.create_masks(scores, view.put(None, view.targets))
+    entries = view.of(scores, "scores", packed=False)
+    masks = view.put(None, updater._select(view, entries, view.targets).masks)
   stored = view.store(view.of(masks, packed=False))
   pruned = updater.apply_masks(params, masks, is_packed=False)
   return pruned, _leaves.with_none(stored)
@@ -67,12 +68,14 @@ def select_at_once(updater: Any, view: Prunable, grads: PyTree) -> PyTree:
     The masks, not packed; None if the updater runs code of the user, which may
     read values, or if there are other leaves than arrays.
   """
-  own = (updater.calculate_scores, updater.create_masks)
+  topk_fn = prunable.given_topk_fn(updater) or updater.create_masks
+  own = (updater.calculate_scores, updater.create_masks, topk_fn)
+  own = (*own, *map(type, view.kinds))
   leaves, treedef = _leaves.flatten_with_names(view.params)
   arrays = jax.tree.leaves((view.params, grads))
   if (
     not view.names
-    or any(not fn.__module__.startswith("jaxpruner.") for fn in own)
+    or not all(_is_ours(part) for part in own)
     or "loss" in updater.needs
     or prunable.cache_key(updater, leaves, treedef) is None
     or not all(isinstance(x, jax.Array | np.ndarray) for x in arrays)
@@ -86,6 +89,11 @@ def select_at_once(updater: Any, view: Prunable, grads: PyTree) -> PyTree:
   if updater.ranking == "global":
     ranking.warn_if_emptied(view, view.of(masks, packed=False))
   return masks
+
+
+def _is_ours(part: Any) -> bool:
+  """Tell whether a function or a class is of this package."""
+  return getattr(part, "__module__", "").startswith("jaxpruner.")
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -207,6 +207,12 @@ def checked(updater, grads, state, params) -> SparseState:
       f"{type(updater).__name__}.wrap_optax(…).update needs params: call "
       "tx.update(grads, opt_state, params)"
     )
+  if not isinstance(state, SparseState):
+    raise ValueError(
+      f"opt_state is {type(state).__name__}, not SparseState: pass what "
+      "tx.init(params) of this same transformation returned; "
+      "jaxpruner.find_state finds the SparseState inside a chain's state"
+    )
   state = state.without_none()
   check_masks(
     params, state.masks, updater.use_packed_masks, state.target_sparsities
@@ -224,6 +230,12 @@ def checked(updater, grads, state, params) -> SparseState:
 
 
 def check_structure(updater: Any, old: SparseState, new: Any) -> None:
+  """Raise if `update_state` returned no state, or one of another structure."""
+  if not isinstance(new, SparseState):
+    raise ValueError(
+      f"{type(updater).__name__}.update_state returned {new!r}; it must "
+      "return the SparseState, such as sparse_state._replace(masks=masks)"
+    )
   shape = lambda state: jax.tree.structure(state.without_none())
   given, got = shape(old), shape(new)
   if got != given:

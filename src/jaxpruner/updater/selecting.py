@@ -82,6 +82,7 @@ def by_create_masks(
   updater: Any, view: Prunable, scores: list[Any], sparsities: Any, hint: Any
 ) -> engine.Selection:
   """Return the selection of a `create_masks` override, which gets arrays."""
+  refuse_nan(list(zip(view.names, scores, strict=True)))
   scores = [engine.value(s) for s in scores]
   shown = view.put(view.params, scores)
   masks = updater.create_masks(shown, view.put(None, sparsities))

@@ -351,11 +351,16 @@ def refuse_nan(leaves: list[tuple[_leaves.Names, Any]]) -> None:
 
 
 def frozen(value: Any) -> Any:
-  """Return a hashable value that is equal if and only if `value` is."""
+  """Return a hashable value that is equal if and only if `value` is.
+
+  Mappings differ in their order too: of two globs the earlier one wins.
+  """
   if isinstance(value, functools.partial):
-    return ("partial", value.func, frozen(value.args), frozen(value.keywords))
+    keywords = frozenset((k, frozen(v)) for k, v in value.keywords.items())
+    return ("partial", value.func, frozen(value.args), keywords)
   if isinstance(value, Mapping):
-    return frozenset((frozen(k), frozen(v)) for k, v in value.items())
+    items = tuple((frozen(k), frozen(v)) for k, v in value.items())
+    return ("mapping", items)
   if isinstance(value, list | tuple):
     return tuple(map(frozen, value))
   if isinstance(value, jax.Array | np.ndarray):
