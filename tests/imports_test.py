@@ -72,11 +72,14 @@ OUTSIDE = (
 
 def files(name):
   path = ROOT / name
-  return sorted(path.rglob("*.py")) if path.is_dir() else [ROOT / f"{name}.py"]
+  if path.is_dir():
+    return sorted(path.rglob("*.py"))
+  assert path.with_suffix(".py").exists(), f"{name} is no module"
+  return [path.with_suffix(".py")]
 
 
-def imports(path, within_functions=True):
-  """The first name below `jaxpruner` of every import in a file."""
+def imports(path, within_functions=True, whole=False):
+  """What a file imports of `jaxpruner`: the first names, or whole paths."""
   tree = ast.parse(path.read_text())
   nodes = ast.walk(tree) if within_functions else tree.body
   found = set()
@@ -90,7 +93,7 @@ def imports(path, within_functions=True):
     for name in names:
       parts = name.split(".")
       if parts[0] == "jaxpruner":
-        found.add(parts[1] if len(parts) > 1 else "")
+        found.add(".".join(parts[1:]) if whole else "".join(parts[1:2]))
   return found
 
 
@@ -111,10 +114,9 @@ def test_core_layers_import_only_what_lies_below(layer):
   below = set().union(*CORE[: layer + 1])
   for name in sorted(CORE[layer]):
     for path in files(name):
-      if path.exists():
-        # Old names import what they stand for when they are used.
-        found = imports(path, within_functions=name != "_legacy")
-        assert found <= below, path.name
+      # Old names import what they stand for when they are used.
+      found = imports(path, within_functions=name != "_legacy")
+      assert found <= below, path.name
 
 
 def modules(path, room):
@@ -147,10 +149,9 @@ def test_a_room_on_its_own_knows_no_other(room):
 
 @pytest.mark.parametrize("name", BESIDE)
 def test_what_stands_beside_the_core_knows_its_bottom_only(name):
-  # What the command line offers is told by its own tables.
-  allowed = BOTTOM | set(BESIDE) | {"updater", "base_updater", "cli", ""}
+  allowed = BOTTOM | set(BESIDE) | {"updater", "base_updater", ""}
   for path in files(name):
-    if path.exists() and not path.stem.endswith("command"):
+    if not path.stem.endswith("command"):
       assert imports(path) <= allowed, path
       assert modules(path, "updater") <= {"state", "prunable"}, path
 
@@ -158,11 +159,9 @@ def test_what_stands_beside_the_core_knows_its_bottom_only(name):
 def test_pruning_after_training_knows_the_core_and_the_sparse_files():
   allowed = set().union(*CORE) | {"sparse", "post_training"}
   for path in files("post_training"):
+    assert imports(path) <= allowed | {"datasets"}, path
     # Its commands bring data sets along; its models are read from archives.
-    if path.stem.endswith("command"):
-      assert imports(path) <= allowed | {"datasets"}, path
-    else:
-      assert imports(path) <= allowed | {"datasets"}, path
+    if not path.stem.endswith("command"):
       assert modules(path, "datasets") <= {"archives"}, path
 
 
@@ -198,9 +197,10 @@ def test_a_module_that_moved_is_found_under_both_paths(old):
 @pytest.mark.parametrize("name", OUTSIDE)
 def test_what_stands_outside_uses_public_names_only(name):
   for path in files(name):
-    if path.exists():
-      private = {n for n in imports(path) if n.startswith("_")}
-      assert private <= TOOLS | {"__version__"}, (path, private)
+    private = {n for n in imports(path, whole=True) if "._" in f".{n}"}
+    own = f"{name}._"
+    private = {n for n in private if not n.startswith((own, "_tools"))}
+    assert private <= {"__version__"}, (path, private)
 
 
 def test_nothing_imports_what_stands_outside():

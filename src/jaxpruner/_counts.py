@@ -96,7 +96,10 @@ def num_ones(size: int, sparsity: Any) -> int | Array:
   8
   """
   if not 0 <= size < 1 << 32:
-    raise ValueError(f"size must be at least 0 and below 2**32, got {size}")
+    raise ValueError(
+      f"size={size} must be at least 0 and below 2**32; split a larger leaf "
+      "into layers (stacked_axis), or leave it dense with filter_fn"
+    )
   if isinstance(sparsity, AtStep):
     ones = num_ones_each([size], [sparsity])[0]
   elif isinstance(sparsity, jax.Array):

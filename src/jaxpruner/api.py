@@ -165,7 +165,8 @@ def create_updater_from_config(
         ramp.
       - `total_steps`: the length of the training, from which missing steps
         are derived. Gradual pruners then work from 25 % to 75 % of the
-        training; sparse trainers update every 100 steps until 75 %.
+        training; sparse trainers update until 75 %, every tenth of that
+        time, at most 100 steps apart.
       - `schedule`: the schedule by name: "none", "one_shot", "periodic",
         "polynomial", "alternating", "geometric", or a name given to
         `register_schedule`, with its fields as further keys.

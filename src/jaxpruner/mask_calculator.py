@@ -116,7 +116,10 @@ def n_by_m_mask(scores: Array, n: Any, m: int, axis: int = -2) -> Array:
   """
   scores = jnp.asarray(scores)
   if isinstance(n, int) and not 0 < n <= m:
-    raise ValueError(f"n:m needs 0 < n <= m, got n={n}, m={m}")
+    raise ValueError(
+      f"n:m keeps n of m weights, so 0 < n <= m; got n={n}, m={m}: pass n=2, "
+      "m=4, for example"
+    )
   axis = range(scores.ndim)[axis]
   length = scores.shape[axis]
   if length % m:

@@ -1,4 +1,4 @@
-"""Small helpers that several rooms share; nothing here knows JAX."""
+"""Small helpers that several rooms share; nothing in this file knows JAX."""
 
 import difflib
 import re

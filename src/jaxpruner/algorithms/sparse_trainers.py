@@ -81,7 +81,8 @@ class Rewiring(_legacy.OldHooks, StaticRandomSparse):
 
   Attributes:
     skip_gradients: whether the optimizer rests on steps that update masks.
-    drop_fraction: fraction of the kept weights dropped at the first update.
+    drop_fraction: fraction of the kept weights dropped at step 0 of the cosine,
+      which ends with the schedule; of a schedule without an end, at all steps.
     drop_fraction_fn: `step -> fraction`, replaces the cosine.
     drop: scores of the kept weights; the lowest are dropped.
     grow: scores of the weights that are not kept; the highest grow.

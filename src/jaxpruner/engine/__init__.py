@@ -2,11 +2,12 @@
 # JAX's own annotations are partial:
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
-"""Select masks by counting: everything that knows how a mask is found.
+"""Select masks by counting: everything that searches for thresholds.
 
-The door is `select`: scores and counts in, a `Selection` out. Scores may be
-arrays or expressions (`defer`, `apply`), which are never stored. The README
-beside this file tells the algorithm.
+The door is `select`: scores and counts in, a `Selection` out. Groups of a few
+weights (N:M, constant fan-in) are ranked by `mask_calculator` instead. Scores
+may be arrays or expressions (`defer`, `apply`), which are never stored. The
+README beside this file tells the algorithm.
 """
 
 from jaxpruner.engine.conditional import run_if

@@ -22,7 +22,8 @@ from jax import Array, lax
 
 from jaxpruner import program
 
-# Primitives worth repeating in every pass: cheap, and they keep the shape.
+# Primitives worth repeating in every pass: cheap, and each element of a result
+# reads one element of each input, at a fixed place.
 _CHEAP = frozenset(
   "abs add and broadcast_in_dim convert_element_type copy div eq ge gt "
   "integer_pow iota le lt max min mul ne neg not or select_n "

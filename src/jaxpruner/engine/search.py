@@ -40,7 +40,7 @@ class State(NamedTuple):
     beyond: how many scores are above `high`.
     keep: how many to keep; if `by_index`, how many of the ties.
     size: how many scores there are.
-    level: the key that was found, if `by_index`.
+    level: the key found so far; final once `by_index`.
     by_index: whether the key is found, and the cut among its ties is searched;
       bracket and probes are then index keys.
     evenly: whether the probes were spread evenly, not by interpolation.

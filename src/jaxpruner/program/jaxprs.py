@@ -4,7 +4,8 @@
 JAX 0.10 has open jaxprs and closed ones (a jaxpr and its constants); since
 0.12 every jaxpr holds its constants. JAX 0.10 stores the number of a scan's
 constants and carries in `num_consts` and `num_carry`, 0.12 in `ft_in`. The rest
-of the library reads jaxprs through this file only.
+of the library reads equations through this file only; `engine.expression` and
+fingerprints read the constants of what they have just traced.
 """
 
 from collections.abc import Sequence

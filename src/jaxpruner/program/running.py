@@ -49,7 +49,8 @@ def run(
 
   Values may be of any type that the visitor understands: arrays, sparse
   weights, the name of the parameter that a value comes from. Calls and loops
-  are single operations; a visitor enters them with
+  that the program holds are single operations (`trace` opens calls and unrolls
+  short scans, `read` does not); a visitor enters them with
   `run(read(body), values, visit)`.
 
   Args:

@@ -135,7 +135,7 @@ class Program:
     return {v: node for node in self.nodes for v in node.outputs}
 
   def signature(self) -> list[Any]:
-    """Return a description that is equal for programs that compute the same."""
+    """Return a description; if two are equal, the programs compute the same."""
     number: dict[Var, Any] = {v: i for i, v in enumerate(self.inputs)}
 
     def spell(v: Var) -> Any:
@@ -205,8 +205,8 @@ def read(
   Args:
     jaxpr: a jaxpr, with or without constants.
     constants: values that replace its constants.
-    open_calls: as in `trace`.
-    unroll: as in `trace`.
+    open_calls: as in `trace`; by default calls stay single operations.
+    unroll: as in `trace`; by default no scan is unrolled.
 
   Returns:
     The program, without `out_tree`.

@@ -353,7 +353,7 @@ class Layers(NamedTuple):
   """The layers of a tree: its leaves, and slices in the place of stacked ones.
 
   Attributes:
-    tree: the tree of slices, see `unstack`; shapes only.
+    tree: the tree of slices, see `unstack`; of stacked leaves only shapes.
     leaves: the path and the shape of every layer.
     homes: the index of the leaf that a layer is, or is a slice of.
     cuts: the place of the slice in that leaf; None for a leaf that is no stack.

@@ -11,5 +11,6 @@ state       `SparseState`, `Category`; a mask applied to a weight
 start       the state of step 0, and Optax's `init`
 at_once     pruning without training
 seeds       random keys and scores
+draw        random numbers by a hash of key, path and index
 checks      what is refused, and what is warned of
 """

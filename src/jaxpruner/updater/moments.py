@@ -107,9 +107,9 @@ def update(
 def _elementwise_only(
   nodes: list[Node], wanted: dict[Var, Callable[[Any], Any]]
 ) -> dict[Var, Callable[[Any], Any]]:
-  """Return those of `wanted` that `nodes` compute, or none of them.
+  """Return those of `wanted` that `nodes` compute.
 
-  None if an operation that is not elementwise reads one of them, or anything
+  Empty if an operation that is not elementwise reads one of them, or anything
   computed from one: then entries of different weights may mix.
   """
   made = {out for node in nodes for out in node.outputs}

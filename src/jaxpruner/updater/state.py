@@ -32,8 +32,8 @@ class Category:
     start: "dense-to-sparse", "sparse-to-sparse", or "dense".
     dynamic: whether a removed weight may return.
     needs: the inputs of the scores beside the weights: "gradients" of the step,
-      their "momentum", "random" numbers, the "loss" given to `bind`, "data" (a
-      batch) or "activations".
+      their "momentum", their "sums" over the steps before an update, "random"
+      numbers, the "loss" given to `bind`, "data" (a batch) or "activations".
     paper: authors and year of the paper.
     cost: the cost added to a training step, in words.
     gradients_per_step: evaluations of the gradient in a training step.
