@@ -353,14 +353,16 @@ def refuse_nan(leaves: list[tuple[_leaves.Names, Any]]) -> None:
 def frozen(value: Any) -> Any:
   """Return a hashable value that is equal if and only if `value` is.
 
-  Mappings differ in their order too: of two globs the earlier one wins.
+  In a mapping the order of globs counts: the earlier one wins.
   """
   if isinstance(value, functools.partial):
     keywords = frozenset((k, frozen(v)) for k, v in value.keywords.items())
     return ("partial", value.func, frozen(value.args), keywords)
   if isinstance(value, Mapping):
-    items = tuple((frozen(k), frozen(v)) for k, v in value.items())
-    return ("mapping", items)
+    items = [(frozen(k), frozen(v)) for k, v in value.items()]
+    is_glob = lambda key: isinstance(key, str) and not {*"*?["}.isdisjoint(key)
+    globs = tuple(item for item in items if is_glob(item[0]))
+    return ("mapping", globs, frozenset(items))
   if isinstance(value, list | tuple):
     return tuple(map(frozen, value))
   if isinstance(value, jax.Array | np.ndarray):
