@@ -34,7 +34,16 @@ _SPINS = 4000  # looks before a waiting thread offers its processor
 
 _f4, _f4m = _strip_simd.floats(4, False), _strip_simd.floats(4, True)
 _f2, _f2m = _strip_simd.floats(2, False), _strip_simd.floats(2, True)
-_i1, _i1m = _strip_simd.codes(False), _strip_simd.codes(True)
+
+
+@jit
+def _absent(address, groups, codes, scales, out):
+  """Stand in for what this processor has no instructions for."""
+
+
+# LLVM gives up the whole process over an instruction that it does not have.
+_i1 = _strip_simd.codes(False) if _strip_simd.BYTES else _absent
+_i1m = _strip_simd.codes(True) if _strip_simd.BYTES else _absent
 
 
 class Team(NamedTuple):
