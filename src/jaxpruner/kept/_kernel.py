@@ -42,30 +42,28 @@ TASKS_PER_THREAD = 8
 ) = range(_pool.FIRST_FREE, _pool.FIRST_FREE + 18)  # fmt: skip
 
 
-def _entry(b: Any, values: Any, indices: Any, slots: Any, at: Any, wide: bool):
-  """Load an entry of a list: its weight's slot, the weight and its index."""
+def _entry(b: Any, values: Any, indices: Any, at: Any, wide: bool):
+  """Load an entry of a list: its index, and the weight."""
   kind, size = (I32, 4) if wide else (I16, 2)
   index = _simd._load(b, b.add(indices, b.mul(at, I64(size))), kind)
-  slot = _simd._load(b, b.add(slots, b.mul(at, I64(4))), I32)
-  place = b.mul(b.zext(slot, I64), I64(4))
+  place = b.mul(at, I64(4))
   value = _simd._load(b, b.add(values, place), F32, 4)
-  return b.zext(index, I64), place, value
+  return b.zext(index, I64), value
 
 
 def _sums(vectors: int, wide: bool) -> Any:
-  """Make `f(x, values, indices, slots, begin, end, y)`: one list's product."""
+  """Make `f(x, values, indices, count, y)`: one list's product."""
   kind, row = ir.VectorType(F32, VECTOR), 4 * VECTOR * vectors
 
   @intrinsic
-  def f(_, x, values, indices, slots, begin, end, y):
+  def f(_, x, values, indices, count, y):
     def emit(context, b, signature, args):
-      x, values, indices, slots, begin, end, y = args
+      x, values, indices, count, y = args
       sums = [cgutils.alloca_once(b, kind) for _ in range(vectors)]
       for total in sums:
         b.store(_simd._zero(VECTOR), total)
-      with cgutils.for_range(b, b.sub(end, begin)) as loop:
-        at = b.add(begin, loop.index)
-        index, _, value = _entry(b, values, indices, slots, at, wide)
+      with cgutils.for_range(b, count) as loop:
+        index, value = _entry(b, values, indices, loop.index, wide)
         weight = _simd._splat(b, value, VECTOR)
         source = b.add(x, b.mul(index, I64(row)))
         for v, total in enumerate(sums):
@@ -75,23 +73,54 @@ def _sums(vectors: int, wide: bool) -> Any:
         _simd._store(b, b.load(total), b.add(y, I64(4 * VECTOR * v)))
       return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 7), emit
+    return types.void(*[types.int64] * 5), emit
 
   return f
+
+
+def _four_sums(b: Any, parts: list[Any]) -> Any:
+  """Return the sums of the lanes of four vectors, as one vector of four."""
+  kind = ir.VectorType(I32, VECTOR)
+
+  def fold(x: Any, y: Any, low: tuple[int, ...], high: tuple[int, ...]) -> Any:
+    """Add two choices of four lanes, made in each quarter (of 128 bits)."""
+    halves = [
+      ir.Constant(
+        kind,
+        [
+          first + lane % 4 + (VECTOR if lane > 3 else 0)
+          for first in range(0, VECTOR, 4)
+          for lane in choice
+        ],
+      )
+      for choice in (low, high)
+    ]
+    return b.fadd(*(b.shuffle_vector(x, y, mask) for mask in halves))
+
+  pairs = [fold(*parts[i : i + 2], (0, 4, 1, 5), (2, 6, 3, 7)) for i in (0, 2)]
+  total, width = fold(*pairs, (0, 1, 4, 5), (2, 3, 6, 7)), VECTOR
+  while width > 4:
+    width //= 2
+    masks = (
+      ir.Constant(ir.VectorType(I32, width), [*range(first, first + width)])
+      for first in (0, width)
+    )
+    total = b.fadd(*(b.shuffle_vector(total, total, mask) for mask in masks))
+  return total
 
 
 def _gradients(vectors: int, wide: bool) -> Any:
   """Make both gradients of one list.
 
-  `f(x, g, values, indices, slots, begin, end, dx, dv, first)`: x is the list's
-  own row; `first` says that dv has no sum of earlier panels yet.
+  `f(x, g, values, indices, count, dx, dv, first)`: x is the list's own row;
+  `first` says that dv has no sum of earlier panels yet.
   """
   kind, row = ir.VectorType(F32, VECTOR), 4 * VECTOR * vectors
 
   @intrinsic
-  def f(_, x, g, values, indices, slots, begin, end, dx, dv, first):
+  def f(_, x, g, values, indices, count, dx, dv, first):
     def emit(context, b, signature, args):
-      x, g, values, indices, slots, begin, end, dx, dv, first = args
+      x, g, values, indices, count, dx, dv, first = args
       own = [
         _simd._load(b, b.add(x, I64(4 * VECTOR * v)), kind, 4)
         for v in range(vectors)
@@ -102,12 +131,13 @@ def _gradients(vectors: int, wide: bool) -> Any:
       reduce = _simd._function(
         b, f"llvm.vector.reduce.fadd.v{VECTOR}f32", F32, F32, kind
       )
-      with cgutils.for_range(b, b.sub(end, begin)) as loop:
-        at = b.add(begin, loop.index)
-        index, place, value = _entry(b, values, indices, slots, at, wide)
+
+      def entry(at):
+        """Add to the gradient of x; return that of the weight, by lanes."""
+        index, value = _entry(b, values, indices, at, wide)
         weight = _simd._splat(b, value, VECTOR)
         source = b.add(g, b.mul(index, I64(row)))
-        dot = None
+        dot: Any = None
         for v, total in enumerate(sums):
           part = _simd._load(b, b.add(source, I64(4 * VECTOR * v)), kind, 4)
           b.store(_simd._fma(b, weight, part, b.load(total)), total)
@@ -115,16 +145,30 @@ def _gradients(vectors: int, wide: bool) -> Any:
             dot = b.fmul(own[v], part)
           else:
             dot = _simd._fma(b, own[v], part, dot)
-        scalar = b.call(reduce, [F32(0.0), dot], fastmath=("fast",))
-        target = b.add(dv, place)
-        before = _simd._load(b, target, F32, 4)
-        before = b.select(first, F32(0.0), before)
-        _simd._store(b, b.fadd(before, scalar), target)
+        return dot
+
+      def add(at, found):
+        target, zero = b.add(dv, b.mul(at, I64(4))), F32(0.0)
+        if found.type != F32:
+          zero = _simd._zero(4)
+        before = _simd._load(b, target, found.type, 4)
+        before = b.select(first, zero, before)
+        _simd._store(b, b.fadd(before, found), target)
+
+      # The lanes of four entries are added in one go.
+      fours = b.lshr(count, I64(2))
+      with cgutils.for_range(b, fours) as loop:
+        at = b.shl(loop.index, I64(2))
+        add(at, _four_sums(b, [entry(b.add(at, I64(i))) for i in range(4)]))
+      done = b.shl(fours, I64(2))
+      with cgutils.for_range(b, b.sub(count, done)) as loop:
+        at = b.add(done, loop.index)
+        add(at, b.call(reduce, [F32(0.0), entry(at)], fastmath=("fast",)))
       for v, total in enumerate(sums):
         _simd._store(b, b.load(total), b.add(dx, I64(4 * VECTOR * v)))
       return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 9, types.boolean), emit
+    return types.void(*[types.int64] * 7, types.boolean), emit
 
   return f
 
@@ -157,17 +201,18 @@ def _flush(job, tile, first, lists, panel):
 
 
 @jit
-def _product_tile(job, begin, end, panel, tile):
+def _product_tile(job, begin, end, panel, tile, values):
   """Multiply the lists begin … end - 1 by a panel."""
   vectors, wide = field(job, VECTORS), field(job, WIDE)
-  row = 4 * VECTOR * vectors
-  values, slots = field(job, VALUES), field(job, SLOTS)
+  row, item = 4 * VECTOR * vectors, 4 if wide else 2
   indices, starts = field(job, INDICES), field(job, STARTS)
   x = field(job, X) + panel * field(job, IN_SIZE) * row
+  at = int(read_i32(starts + 4 * begin))
   for i in range(begin, end):
-    first = int(read_i32(starts + 4 * i))
     last = int(read_i32(starts + 4 * i + 4))
-    args = (x, values, indices, slots, first, last, tile + (i - begin) * row)
+    args = (
+      x, values, indices + item * at, last - at, tile + (i - begin) * row,
+    )  # fmt: skip
     if wide == 0:
       if vectors == 8:
         _sums8(*args)
@@ -183,22 +228,23 @@ def _product_tile(job, begin, end, panel, tile):
       _wide_sums2(*args)
     else:
       _wide_sums1(*args)
+    values += 4 * (last - at)
+    at = last
 
 
 @jit
-def _gradient_tile(job, begin, end, panel, tile):
+def _gradient_tile(job, begin, end, panel, tile, values, dv):
   """Make both gradients of the lists begin … end - 1, of a panel."""
   vectors, wide = field(job, VECTORS), field(job, WIDE)
-  row = 4 * VECTOR * vectors
-  values, slots, dv = field(job, VALUES), field(job, SLOTS), field(job, DV)
+  row, item = 4 * VECTOR * vectors, 4 if wide else 2
   indices, starts = field(job, INDICES), field(job, STARTS)
   x = field(job, X) + panel * field(job, OUT_SIZE) * row
   g = field(job, G) + panel * field(job, IN_SIZE) * row
+  at = int(read_i32(starts + 4 * begin))
   for i in range(begin, end):
-    first = int(read_i32(starts + 4 * i))
     last = int(read_i32(starts + 4 * i + 4))
     args = (
-      x + i * row, g, values, indices, slots, first, last,
+      x + i * row, g, values, indices + item * at, last - at,
       tile + (i - begin) * row, dv, panel == 0,
     )  # fmt: skip
     if wide == 0:
@@ -216,20 +262,48 @@ def _gradient_tile(job, begin, end, panel, tile):
       _wide_grad2(*args)
     else:
       _wide_grad1(*args)
+    values += 4 * (last - at)
+    dv += 4 * (last - at)
+    at = last
+
+
+@jit
+def _some_lists(job, begin, end, tile):
+  """Do the lists begin … end - 1, panel by panel."""
+  starts, back = field(job, STARTS), field(job, BACK)
+  origin = int(read_i32(starts + 4 * begin))
+  count = int(read_i32(starts + 4 * end)) - origin
+  slots = field(job, SLOTS) + 4 * origin
+  values = _pool.malloc(max(4, (8 if back else 4) * count))
+  dv, source, target = values + 4 * count, field(job, VALUES), field(job, DV)
+  for i in range(count):
+    place = source + 4 * int(read_i32(slots + 4 * i))
+    write_i32(values + 4 * i, read_i32(place))
+  for panel in range(field(job, PANELS)):
+    for first in range(begin, end, VECTOR):
+      last = min(first + VECTOR, end)
+      skip = 4 * (int(read_i32(starts + 4 * first)) - origin)
+      if back:
+        _gradient_tile(
+          job, first, last, panel, tile, values + skip, dv + skip
+        )  # fmt: skip
+      else:
+        _product_tile(job, first, last, panel, tile, values + skip)
+      _flush(job, tile, first, last - first, panel)
+  if back:
+    for i in range(count):
+      place = target + 4 * int(read_i32(slots + 4 * i))
+      write_i32(place, read_i32(dv + 4 * i))
+  _pool.free(values)
 
 
 @jit
 def _lists(job, begin, end):
-  """Do the lists begin … end - 1, panel by panel."""
+  """Do the lists of a task; with one panel, few at a time."""
   tile = _pool.malloc(4 * VECTOR * VECTOR * field(job, VECTORS))
-  for panel in range(field(job, PANELS)):
-    for first in range(begin, end, VECTOR):
-      last = min(first + VECTOR, end)
-      if field(job, BACK):
-        _gradient_tile(job, first, last, panel, tile)
-      else:
-        _product_tile(job, first, last, panel, tile)
-      _flush(job, tile, first, last - first, panel)
+  some = VECTOR if field(job, PANELS) == 1 else end - begin
+  for first in range(begin, end, some):
+    _some_lists(job, first, min(first + some, end), tile)
   _pool.free(tile)
 
 
