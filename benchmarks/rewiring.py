@@ -14,6 +14,7 @@ import pathlib
 import sys
 from typing import Any, NamedTuple
 
+import further_seeds
 import page
 
 from jaxpruner.compare import files, from_python, record_files, statistics
@@ -46,12 +47,14 @@ class Run(NamedTuple):
     found: its records.
     values: algorithm -> the metric of each seed; more is better.
     costs: algorithm -> FLOPs of training, relative to dense.
+    seconds: of all trainings.
   """
 
   name: str
   found: record_files.Records
   values: dict[str, list[float]]
   costs: dict[str, float]
+  seconds: float
 
   @property
   def unit(self) -> str:
@@ -64,14 +67,16 @@ def published(folder: pathlib.Path) -> list[Run]:
   runs = []
   for name in RUNS:
     if (file := folder / f"{name}.jsonl").exists():
-      found = record_files.read(str(file))
+      files, numbers = further_seeds.joined(file)
+      found = files[0]
       values, costs = {}, {}
-      for record in found.records.values():
-        numbers = record.metrics[found.info.metric]
-        values[record.algorithm] = [float(x or 0) for x in numbers]
+      for cell, seeds in numbers.items():
+        record = found.records[cell]
+        values[record.algorithm] = [float(x or 0) for x in seeds]
         dense = record.training_flops_dense
         costs[record.algorithm] = record.training_flops / dense
-      runs.append(Run(name, found, values, costs))
+      seconds = sum(r.seconds for one in files for r in one.records.values())
+      runs.append(Run(name, found, values, costs, seconds))
   return runs
 
 
@@ -184,7 +189,7 @@ def main() -> None:
     train(name, args.runs, records)
   runs = published(records)
   draw(runs, page.RESULTS / "rewiring.png")
-  seconds = sum(r.seconds for run in runs for r in run.found.records.values())
+  seconds = sum(run.seconds for run in runs)
   commits = ", ".join(
     f"{run.name} {run.found.info.commit} ({run.found.info.started[:10]})"
     for run in runs
