@@ -137,10 +137,10 @@ KNOWN = {
   "speeches": """
 These trainings are too short for it: a network of width 16 still knows little
 more than the frequencies of letters (4.37 bits per byte) after 600 steps and
-then improves at once, which no sum of powers describes. Leaving out the shortest
-trainings, or counting the weights averaged over training, does not mend it:
-+10.5 % and +11.2 % for the dense network. `--plan brief` and `--plan long` train
-at a higher rate, at which this phase is short.
+then improves at once, which no sum of powers describes. Neither leaving out the
+shortest trainings mends it, nor counting the weights averaged over training:
++10.5 % and +11.2 % for the dense network. `--plan brief` and `--plan long`
+train at a higher rate, at which this phase is short.
 """,
 }
 
