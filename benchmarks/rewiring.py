@@ -1,42 +1,28 @@
 """Which weights should grow? SET, RigL and `signal_rigl`, to the plateau.
 
-    python benchmarks/rewiring.py [NAME …] [--runs FOLDER]
+    python benchmarks/rewiring.py
 
-trains the named comparisons (all of them by default; `--help` lists them), five
-seeds each, publishes their records in `docs/results/records/`, and writes
-`docs/results/rewiring.md` from all records that are there. About 10 minutes of
-one core for each; stop it and call it again, and it continues. With `--records`
-it trains nothing.
+writes `docs/results/rewiring.md` from all records in `docs/results/records/`
+that have `signal_rigl`. It trains nothing: `trainings.sh` does.
 """
 
 import argparse
 import pathlib
-import sys
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import further_seeds
 import page
 
-from jaxpruner.compare import files, from_python, record_files, statistics
+from jaxpruner.compare import files, record_files, statistics
 
 ALGORITHMS = ("static_sparse", "set", "rigl", "signal_rigl")
 NAMES = ("static", "SET", "RigL", "signal")
-PAIRS = (("set", "static_sparse"), ("rigl", "set"), ("signal_rigl", "set"))
-_MLP: dict[str, Any] = {"task": "fashion-mlp", "sparsity": 0.9}
-_SPEECHES = {"width": 64, "steps": 1200}
-RUNS: dict[str, dict[str, Any]] = {
-  "digits-90-adam": {"task": "digits", "sparsity": 0.9},
-  "fashion-mlp-90-adam": _MLP,
-  "fashion-mlp-90-adamw": _MLP | {"optimizer": ("adamw",)},
-  "fashion-mlp-90-momentum": _MLP
-  | {"optimizer": ("momentum",), "options": {"learning_rate": 0.05}},
-  "fashion-mlp-98-adam": _MLP | {"sparsity": 0.98},
-  "speeches-90-adam": {
-    "task": "speeches:Speeches",
-    "sparsity": 0.9,
-    "options": _SPEECHES,
-  },
-}
+PAIRS = (
+  ("set", "static_sparse"),
+  ("rigl", "set"),
+  ("signal_rigl", "set"),
+  ("signal_rigl", "rigl"),
+)
 
 
 class Run(NamedTuple):
@@ -63,37 +49,23 @@ class Run(NamedTuple):
 
 
 def published(folder: pathlib.Path) -> list[Run]:
-  """Return the runs whose records are there, in the order of `RUNS`."""
+  """Return the comparisons with `signal_rigl`, further seeds joined."""
   runs = []
-  for name in RUNS:
-    if (file := folder / f"{name}.jsonl").exists():
-      files, numbers = further_seeds.joined(file)
-      found = files[0]
-      values, costs = {}, {}
-      for cell, seeds in numbers.items():
-        record = found.records[cell]
-        values[record.algorithm] = [float(x or 0) for x in seeds]
-        dense = record.training_flops_dense
-        costs[record.algorithm] = record.training_flops / dense
-      seconds = sum(r.seconds for one in files for r in one.records.values())
-      runs.append(Run(name, found, values, costs, seconds))
+  for file in sorted(folder.glob("*.jsonl")):
+    if further_seeds.is_further(file):
+      continue
+    files, numbers = further_seeds.joined(file)
+    found = files[0]
+    values, costs = {}, {}
+    for cell, seeds in numbers.items():
+      record = found.records[cell]
+      values[record.algorithm] = [float(x or 0) for x in seeds]
+      dense = record.training_flops_dense
+      costs[record.algorithm] = record.training_flops / dense
+    seconds = sum(r.seconds for one in files for r in one.records.values())
+    if set(ALGORITHMS) <= set(values):
+      runs.append(Run(file.stem, found, values, costs, seconds))
   return runs
-
-
-def train(name: str, folder: pathlib.Path, records: pathlib.Path) -> None:
-  """Train what is missing of a comparison, and publish its records."""
-  sys.path.insert(0, str(pathlib.Path(__file__).parent))
-  settings = dict(RUNS[name])
-  from_python.run(
-    settings.pop("task"),
-    algorithms=ALGORITHMS,
-    seeds=5,
-    out=str(folder / name),
-    jobs=1,
-    **settings,
-  )
-  found = record_files.load(str(folder / name))
-  record_files.save(found, str(records / f"{name}.jsonl"))
 
 
 def means(runs: list[Run]) -> str:
@@ -115,7 +87,13 @@ def means(runs: list[Run]) -> str:
 
 def differences(runs: list[Run]) -> str:
   """Return the table of differences, paired by seed."""
-  head = ["records", "SET − static", "RigL − SET", "signal − SET", "in"]
+  names = dict(zip(ALGORITHMS, NAMES, strict=True))
+  head = [
+    "records",
+    "seeds",
+    *(f"{names[a]} − {names[b]}" for a, b in PAIRS),
+    "in",
+  ]
   rows = []
   for run in runs:
     sign = 1 if run.found.info.higher_is_better else -1
@@ -128,7 +106,8 @@ def differences(runs: list[Run]) -> str:
       digits = 2 if run.found.info.unit == "%" else 3
       text = f"{d.mean:+.{digits}f} [{d.low:+.{digits}f}, {d.high:+.{digits}f}]"
       cells.append(f"**{text}**" if d.low > 0 or d.high < 0 else text)
-    rows.append([run.name, *cells, run.unit])
+    seeds = len(run.values["set"])
+    rows.append([run.name, str(seeds), *cells, run.unit])
   return page.table(head, rows)
 
 
@@ -177,17 +156,8 @@ intervals leave out zero. A decision among many is a hint.
 
 
 def main() -> None:
-  parser = argparse.ArgumentParser(description=__doc__)
-  parser.add_argument(
-    "names", nargs="*", default=list(RUNS), metavar="NAME", help=", ".join(RUNS)
-  )
-  parser.add_argument("--runs", type=pathlib.Path, default=pathlib.Path("runs"))
-  parser.add_argument("--records", action="store_true", help="train nothing")
-  args = parser.parse_args()
-  records = page.RESULTS / "records"
-  for name in () if args.records else args.names:
-    train(name, args.runs, records)
-  runs = published(records)
+  argparse.ArgumentParser(description=__doc__).parse_args()
+  runs = published(page.RESULTS / "records")
   draw(runs, page.RESULTS / "rewiring.png")
   seconds = sum(run.seconds for run in runs)
   commits = ", ".join(

@@ -185,7 +185,7 @@ def test_every_page_of_results_says_where_it_comes_from(script):
 def test_the_page_of_rewiring_is_made_of_the_records(
   script, published, monkeypatch
 ):
-  monkeypatch.setattr("sys.argv", ["rewiring", "--records"])
+  monkeypatch.setattr("sys.argv", ["rewiring"])
   rewiring = script("rewiring")
   rewiring.main()
   text = (published / "rewiring.md").read_text()
