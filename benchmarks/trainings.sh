@@ -51,7 +51,7 @@ SEED=5 one fashion-mlp-90-adam-5 --task fashion-mlp $GROWING --sparsity 0.9 --se
 SEED=5 one digits-80-adam-5 --task digits $COLUMNS --seeds 15
 one speeches-80-adam $SPEECHES $COLUMNS --seeds 3
 one fashion-80-adam $SMALL $COLUMNS --seeds 4
-one fashion-mlp-98-adam --task fashion-mlp $GROWING --sparsity 0.98 --seeds 5
+one fashion-mlp-98-adam --task fashion-mlp --steps 5000 $GROWING --sparsity 0.98 --seeds 5
 one digits-90-momentum --task digits $GROWING --sparsity 0.9 --seeds 10 $MOMENTUM
 one digits-90-adamw --task digits $GROWING --sparsity 0.9 --seeds 10 --optimizer adamw
 SEED=5 one fashion-mlp-80-adam-5 --task fashion-mlp $COLUMNS --seeds 5
