@@ -1,41 +1,28 @@
 """Which weights should grow? SET, RigL and `signal_rigl`, to the plateau.
 
-    python benchmarks/rewiring.py [NAME …] [--runs FOLDER]
+    python benchmarks/rewiring.py
 
-trains the named comparisons (all of them by default; `--help` lists them), five
-seeds each, publishes their records in `docs/results/records/`, and writes
-`docs/results/rewiring.md` from all records that are there. About 10 minutes of
-one core for each; stop it and call it again, and it continues. With `--records`
-it trains nothing.
+writes `docs/results/rewiring.md` from all records in `docs/results/records/`
+that have `signal_rigl`. It trains nothing: `trainings.sh` does.
 """
 
 import argparse
 import pathlib
-import sys
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import further_seeds
 import page
 
-from jaxpruner.compare import files, from_python, record_files, statistics
+from jaxpruner.compare import files, record_files, statistics
 
 ALGORITHMS = ("static_sparse", "set", "rigl", "signal_rigl")
 NAMES = ("static", "SET", "RigL", "signal")
-PAIRS = (("set", "static_sparse"), ("rigl", "set"), ("signal_rigl", "set"))
-_MLP: dict[str, Any] = {"task": "fashion-mlp", "sparsity": 0.9}
-_SPEECHES = {"width": 64, "steps": 1200}
-RUNS: dict[str, dict[str, Any]] = {
-  "digits-90-adam": {"task": "digits", "sparsity": 0.9},
-  "fashion-mlp-90-adam": _MLP,
-  "fashion-mlp-90-adamw": _MLP | {"optimizer": ("adamw",)},
-  "fashion-mlp-90-momentum": _MLP
-  | {"optimizer": ("momentum",), "options": {"learning_rate": 0.05}},
-  "fashion-mlp-98-adam": _MLP | {"sparsity": 0.98},
-  "speeches-90-adam": {
-    "task": "speeches:Speeches",
-    "sparsity": 0.9,
-    "options": _SPEECHES,
-  },
-}
+PAIRS = (
+  ("set", "static_sparse"),
+  ("rigl", "set"),
+  ("signal_rigl", "set"),
+  ("signal_rigl", "rigl"),
+)
 
 
 class Run(NamedTuple):
@@ -46,12 +33,14 @@ class Run(NamedTuple):
     found: its records.
     values: algorithm -> the metric of each seed; more is better.
     costs: algorithm -> FLOPs of training, relative to dense.
+    seconds: of all trainings.
   """
 
   name: str
   found: record_files.Records
   values: dict[str, list[float]]
   costs: dict[str, float]
+  seconds: float
 
   @property
   def unit(self) -> str:
@@ -60,35 +49,46 @@ class Run(NamedTuple):
 
 
 def published(folder: pathlib.Path) -> list[Run]:
-  """Return the runs whose records are there, in the order of `RUNS`."""
+  """Return the comparisons with `signal_rigl`, further seeds joined."""
   runs = []
-  for name in RUNS:
-    if (file := folder / f"{name}.jsonl").exists():
-      found = record_files.read(str(file))
-      values, costs = {}, {}
-      for record in found.records.values():
-        numbers = record.metrics[found.info.metric]
-        values[record.algorithm] = [float(x or 0) for x in numbers]
-        dense = record.training_flops_dense
-        costs[record.algorithm] = record.training_flops / dense
-      runs.append(Run(name, found, values, costs))
+  for file in sorted(folder.glob("*.jsonl")):
+    if further_seeds.is_further(file):
+      continue
+    files, numbers = further_seeds.joined(file)
+    found = files[0]
+    values, costs = {}, {}
+    for cell, seeds in numbers.items():
+      record = found.records[cell]
+      values[record.algorithm] = [float(x or 0) for x in seeds]
+      dense = record.training_flops_dense
+      costs[record.algorithm] = record.training_flops / dense
+    seconds = sum(r.seconds for one in files for r in one.records.values())
+    if set(ALGORITHMS) <= set(values):
+      runs.append(Run(file.stem, found, values, costs, seconds))
   return runs
 
 
-def train(name: str, folder: pathlib.Path, records: pathlib.Path) -> None:
-  """Train what is missing of a comparison, and publish its records."""
-  sys.path.insert(0, str(pathlib.Path(__file__).parent))
-  settings = dict(RUNS[name])
-  from_python.run(
-    settings.pop("task"),
-    algorithms=ALGORITHMS,
-    seeds=5,
-    out=str(folder / name),
-    jobs=1,
-    **settings,
+def compared(run: Run, better: str, other: str) -> statistics.Estimate:
+  """Return the difference of two algorithms, paired by seed."""
+  sign = 1 if run.found.info.higher_is_better else -1
+  return statistics.paired_difference(
+    [sign * x for x in run.values[better]],
+    [sign * x for x in run.values[other]],
   )
-  found = record_files.load(str(folder / name))
-  record_files.save(found, str(records / f"{name}.jsonl"))
+
+
+def counts(runs: list[Run]) -> str:
+  """Return how often each growth by gradient is above SET."""
+  lines = []
+  for name, title in (("rigl", "RigL"), ("signal_rigl", "`signal_rigl`")):
+    found = [compared(run, name, "set") for run in runs]
+    above = sum(d.mean > 0 for d in found)
+    sure, below = sum(d.low > 0 for d in found), sum(d.high < 0 for d in found)
+    lines.append(
+      f"{title} is above SET in the mean in {above} of these {len(found)}\n"
+      f"comparisons, decidedly in {sure}, and decidedly below it in {below}."
+    )
+  return "\n".join(lines)
 
 
 def means(runs: list[Run]) -> str:
@@ -110,20 +110,23 @@ def means(runs: list[Run]) -> str:
 
 def differences(runs: list[Run]) -> str:
   """Return the table of differences, paired by seed."""
-  head = ["records", "SET − static", "RigL − SET", "signal − SET", "in"]
+  names = dict(zip(ALGORITHMS, NAMES, strict=True))
+  head = [
+    "records",
+    "seeds",
+    *(f"{names[a]} − {names[b]}" for a, b in PAIRS),
+    "in",
+  ]
   rows = []
   for run in runs:
-    sign = 1 if run.found.info.higher_is_better else -1
     cells = []
     for better, other in PAIRS:
-      d = statistics.paired_difference(
-        [sign * x for x in run.values[better]],
-        [sign * x for x in run.values[other]],
-      )
+      d = compared(run, better, other)
       digits = 2 if run.found.info.unit == "%" else 3
       text = f"{d.mean:+.{digits}f} [{d.low:+.{digits}f}, {d.high:+.{digits}f}]"
       cells.append(f"**{text}**" if d.low > 0 or d.high < 0 else text)
-    rows.append([run.name, *cells, run.unit])
+    seeds = len(run.values["set"])
+    rows.append([run.name, str(seeds), *cells, run.unit])
   return page.table(head, rows)
 
 
@@ -160,10 +163,11 @@ random, RigL where |∂L/∂w| of one batch is largest, `signal_rigl` where the 
 of the gradient is largest relative to its root mean square, over the 16 steps
 before a mask update (which is also what moves a weight under Adam). Everything
 else is equal: start, batches, schedule (a mask update every 100 steps or a
-tenth of the training until 75 %), drop fraction 0.3, ERK. `fashion-mlp` is
-LeNet-300-100 on Fashion-MNIST, 10,000 steps of 64 images, cosine decay to zero;
-momentum is SGD with 0.9 at a rate of 0.05. Speeches are bits per byte: less is
-better.
+tenth of the training until 75 %), drop fraction 0.3, ERK, cosine decay to zero.
+`digits` is a 64 - 256 - 256 - 10 perceptron, 1,000 steps of 64 images;
+`fashion-mlp` is LeNet-300-100 on Fashion-MNIST, 10,000 steps of 64 images;
+momentum is SGD with 0.9 at a rate of 0.05. Names say sparsity and optimizer.
+FLOPs are those of training, relative to dense.
 """
 DIFFERENCES = """
 Paired by seed with 95 % intervals, the sign turned where less is better; bold
@@ -172,19 +176,10 @@ intervals leave out zero. A decision among many is a hint.
 
 
 def main() -> None:
-  parser = argparse.ArgumentParser(description=__doc__)
-  parser.add_argument(
-    "names", nargs="*", default=list(RUNS), metavar="NAME", help=", ".join(RUNS)
-  )
-  parser.add_argument("--runs", type=pathlib.Path, default=pathlib.Path("runs"))
-  parser.add_argument("--records", action="store_true", help="train nothing")
-  args = parser.parse_args()
-  records = page.RESULTS / "records"
-  for name in () if args.records else args.names:
-    train(name, args.runs, records)
-  runs = published(records)
+  argparse.ArgumentParser(description=__doc__).parse_args()
+  runs = published(page.RESULTS / "records")
   draw(runs, page.RESULTS / "rewiring.png")
-  seconds = sum(r.seconds for run in runs for r in run.found.records.values())
+  seconds = sum(run.seconds for run in runs)
   commits = ", ".join(
     f"{run.name} {run.found.info.commit} ({run.found.info.started[:10]})"
     for run in runs
@@ -197,6 +192,7 @@ def main() -> None:
       means(runs),
       DIFFERENCES.strip(),
       differences(runs),
+      counts(runs),
       "![Training loss](rewiring.png)",
       f"Commits of the records: {commits}. Each is made again by its command\n"
       "(`jaxpruner records FILE` prints it), and a cell of it is compared bit\n"

@@ -129,10 +129,63 @@ def test_the_page_beside_the_paper_is_that_of_the_records(script):
   assert set(rows) == {len(table1.COLUMNS)}
 
 
+def test_paired_intervals_without_records_are_those_of_the_pages(script):
+  table1 = script("table1")
+  for (task, better, other), numbers in table1.PAIRED.items():
+    page = (table1.RESULTS / f"{task}.md").read_text()
+    # A line may break within an interval; losses have the other sign.
+    page = " ".join(page.replace("−", "-").replace("**", "").split())
+    digits = max(len(str(abs(x)).partition(".")[2]) for x in numbers)
+    signs = [numbers, [-numbers[0], -numbers[2], -numbers[1]]]
+    texts = [
+      "{:+.{d}f} [{:+.{d}f}, {:+.{d}f}]".format(*n, d=digits) for n in signs
+    ]
+    assert any(text in page for text in texts), (task, better, other)
+
+
+def test_further_seeds_are_draws_of_the_same_comparison(script, published):
+  further = script("further_seeds")
+  records = published / "records"
+  file, more = (
+    records / "digits-80-adam.jsonl",
+    records / "digits-80-adam-9.jsonl",
+  )
+  for old in further.files_of(file)[1:]:
+    old.unlink()
+  lines = file.read_text().splitlines()
+  found, values = further.joined(file)
+
+  def write(change):
+    content = json.loads(lines[0])
+    change(content["run"])
+    more.write_text("\n".join([json.dumps(content), *lines[1:]]) + "\n")
+
+  write(lambda run: run["jax"].update(jax_random_seed_offset="9"))
+  assert further.is_further(more) and not further.is_further(file)
+  both, twice = further.joined(file)
+  assert [further.seeds_of(x) for x in both] == [range(5), range(9, 14)]
+  assert twice == {cell: 2 * seeds for cell, seeds in values.items()}
+  write(lambda run: run.update(notes=[]))
+  with pytest.raises(ValueError, match="are in two files"):
+    further.joined(file)
+  write(lambda run: run["task"].update(width=8))
+  with pytest.raises(ValueError, match="task is not that of"):
+    further.joined(file)
+
+
+def test_every_page_of_results_says_where_it_comes_from(script):
+  cited = script("cited")
+  found = cited.sources()
+  index = (cited.page.RESULTS / "index.md").read_text()
+  assert [s.name for s in found if f"]({s.name}.md)" not in index] == []
+  files = (cited.page.RESULTS / "records").glob("*.jsonl")
+  assert [f.name for f in files if f"records/{f.name}" not in index] == []
+
+
 def test_the_page_of_rewiring_is_made_of_the_records(
   script, published, monkeypatch
 ):
-  monkeypatch.setattr("sys.argv", ["rewiring", "--records"])
+  monkeypatch.setattr("sys.argv", ["rewiring"])
   rewiring = script("rewiring")
   rewiring.main()
   text = (published / "rewiring.md").read_text()

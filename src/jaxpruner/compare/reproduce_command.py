@@ -11,6 +11,8 @@ if TYPE_CHECKING:  # imported on use: `--help` needs no JAX
 
 # What a measurement decides, not the computation.
 MEASURED = ("seconds", "step_seconds")
+# Numbers that older versions did not record, as such a record reads.
+UNKNOWN = {"training_bytes": 0}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,11 +44,13 @@ class Reproduction(NamedTuple):
       is computed: versions, device, data, settings.
     differing: what differs in the result; empty if it is the same bit for bit.
     compared: what was compared, in words.
+    unknown: the numbers that the record does not have.
   """
 
   inputs: list[str]
   differing: list[str]
   compared: str
+  unknown: list[str]
 
 
 def run(args: argparse.Namespace) -> int:
@@ -132,7 +136,10 @@ def reproduce(
   wanted = next(entry.cell for entry in listed if entry.cell.id == cell)
   now = _computed(wanted, settings, mine, in_process)
   record, training = now.records[cell], now.trainings.get(cell)
-  differing = _differing(found.records[cell].to_json(), record.to_json())
+  recorded_then = found.records[cell].to_json()
+  unknown = [k for k, v in UNKNOWN.items() if recorded_then.get(k) == v]
+  left_out = (*MEASURED, *unknown)
+  differing = _differing(recorded_then, record.to_json(), left_out)
   differing += _losses(found.trainings.get(cell), training)
   seeds = len(next(iter(record.metrics.values()), []))
   compared = f"{len(record.metrics)} metrics of {seeds} seeds, costs, sizes"
@@ -140,7 +147,7 @@ def reproduce(
   if training is not None and before is not None and before.sha256:
     compared += f", the loss of each of {training.steps} steps"
   inputs = run_folder.differences(found.info, mine)
-  return Reproduction(inputs, differing, compared)
+  return Reproduction(inputs, differing, compared, unknown)
 
 
 def _computed(
@@ -174,11 +181,13 @@ def _computed(
     return record_files.of_folder(folder)
 
 
-def _differing(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+def _differing(
+  before: dict[str, Any], after: dict[str, Any], left_out: tuple[str, ...]
+) -> list[str]:
   return [
     f"{key}: {before.get(key)!r:.200} recorded, {after.get(key)!r:.200} now"
     for key in after
-    if key not in MEASURED and before.get(key) != after[key]
+    if key not in left_out and before.get(key) != after[key]
   ]
 
 
@@ -200,6 +209,7 @@ def described(info: Any, cell: str, done: Reproduction) -> list[str]:
   lines += [f"  other input: {text}" for text in done.inputs]
   if not done.inputs:
     lines.append("  same versions, data, settings and device")
+  lines += [f"  not recorded then: {name}" for name in done.unknown]
   if not done.differing:
     return [*lines, f"equal bit for bit: {done.compared}"]
   lines += [f"  differs: {text}" for text in done.differing]
