@@ -10,6 +10,7 @@ import tarfile
 
 import numpy as np
 
+from jaxpruner._tools import regular
 from jaxpruner.datasets.archives import DataError, read_bounded, verified
 from jaxpruner.datasets.catalogue import CIFAR_TGZ, SOURCES
 
@@ -80,8 +81,8 @@ def read_idx(path: pathlib.Path, limit: int = 1 << 28) -> np.ndarray:
     ...   read_idx(path).tolist()
     [7, 9]
   """
-  opener = gzip.open if path.suffix == ".gz" else open
-  with opener(path, "rb") as file:
+  with regular.open_bytes(path) as stored:
+    file = gzip.open(stored) if path.suffix == ".gz" else stored
     raw = read_bounded(file, limit, str(path))
   if len(raw) < 4 or raw[:3] != b"\x00\x00\x08" or not 1 <= raw[3] <= 4:
     raise DataError(
