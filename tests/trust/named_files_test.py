@@ -67,7 +67,7 @@ def test_a_pipe_in_the_place_of_a_file_is_refused(
 ):
   with pytest.raises(ValueError, match="no regular file"):
     settings.read_config(str(pipe))
-  with pytest.raises(OSError, match="no regular file"):
+  with pytest.raises(datasets.DataError, match="no regular file"):
     datasets.read_idx(pipe)
   calibrated = ["--calibration", pipe, "-o", pipe.parent / "new"]
   monkeypatch.setattr(

@@ -10,7 +10,6 @@ import tarfile
 
 import numpy as np
 
-from jaxpruner._tools import regular
 from jaxpruner.datasets.archives import DataError, read_bounded, verified
 from jaxpruner.datasets.catalogue import CIFAR_TGZ, SOURCES
 
@@ -81,8 +80,10 @@ def read_idx(path: pathlib.Path, limit: int = 1 << 28) -> np.ndarray:
     ...   read_idx(path).tolist()
     [7, 9]
   """
-  with regular.open_bytes(path) as stored:
-    file = gzip.open(stored) if path.suffix == ".gz" else stored
+  if path.exists() and not path.is_file():  # a pipe would be waited for
+    raise DataError(f"{path}: no regular file; name one")
+  opener = gzip.open if path.suffix == ".gz" else open
+  with opener(path, "rb") as file:
     raw = read_bounded(file, limit, str(path))
   if len(raw) < 4 or raw[:3] != b"\x00\x00\x08" or not 1 <= raw[3] <= 4:
     raise DataError(
