@@ -11,6 +11,8 @@ folder, so that the checkout never changes; mutations are drawn in an order
 that the seed decides, until the budget is spent. Scores are kept in
 `tools/mutation_scores.json`, survivors with file, line and edit; with
 `--survivors` only these are tried again, after a test was written for them.
+Where a room's tests compile much, try its quick ones first (`--only`), and
+those that survive with all of them.
 """
 
 import argparse
@@ -227,7 +229,9 @@ class QuickestFirst:
       self.file.write_text(json.dumps(self.took))
 
 
-def run_tests(source: pathlib.Path, tests: list[str], timeout: float) -> str:
+def run_tests(
+  source: pathlib.Path, tests: list[str], timeout: float, only: str = ""
+) -> str:
   """Return "passed", "failed" or "timeout".
 
   The tests run in a fork of this process, which has imported JAX and pytest
@@ -238,7 +242,7 @@ def run_tests(source: pathlib.Path, tests: list[str], timeout: float) -> str:
     warnings.simplefilter("ignore")
     child = os.fork()
   if not child:
-    _run_in_child(source, tests)
+    _run_in_child(source, tests, only)
   end = time.monotonic() + timeout
   while time.monotonic() < end:
     done, status = os.waitpid(child, os.WNOHANG)
@@ -250,7 +254,9 @@ def run_tests(source: pathlib.Path, tests: list[str], timeout: float) -> str:
   return "timeout"
 
 
-def _run_in_child(source: pathlib.Path, tests: list[str]) -> NoReturn:
+def _run_in_child(
+  source: pathlib.Path, tests: list[str], only: str
+) -> NoReturn:
   code = 1
   try:
     os.environ["PYTHONPATH"] = str(source)  # of processes that tests start
@@ -261,7 +267,7 @@ def _run_in_child(source: pathlib.Path, tests: list[str]) -> NoReturn:
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)
     os.dup2(null, 2)
-    options = ["-x", "-q", "-n", "0", "-m", "not slow", "-p"]
+    options = ["-x", "-q", "-n", "0", "-m", "not slow", "-k", only, "-p"]
     order = QuickestFirst(source.parent / "durations.json")
     words = [*options, "no:cacheprovider", *tests]
     code = int(pytest.main(words, plugins=[order]))
@@ -275,6 +281,7 @@ def score(
   count: int,
   seed: int,
   again: dict | None = None,
+  only: str = "",
 ) -> dict:
   """Try mutations of a room until the budget is spent; return its score.
 
@@ -284,6 +291,7 @@ def score(
     count: the number of mutations to try at most.
     seed: of their order.
     again: a kept score; only its survivors are tried, and it is updated.
+    only: an expression of `pytest -k`; other tests are not run.
   """
   names, tests = ROOMS[room]
   tried, survivors = 0, []
@@ -302,7 +310,7 @@ def score(
     else:
       mutations = _survivors(mutations, package, again["survivors"])
     start = time.monotonic()
-    if run_tests(source, tests, 10 * seconds) != "passed":
+    if run_tests(source, tests, 10 * seconds, only) != "passed":
       raise SystemExit(f"{room}: the tests fail without a mutation")
     alone = time.monotonic() - start
     end = time.monotonic() + seconds
@@ -311,7 +319,7 @@ def score(
         break
       where = mutation.path.relative_to(whole)
       (source / where).write_text(apply(mutation))
-      verdict = run_tests(source, tests, 60 + 5 * alone)
+      verdict = run_tests(source, tests, 60 + 5 * alone, only)
       shutil.copy(mutation.path, source / where)
       tried += 1
       text = _text(mutation, package)
@@ -371,12 +379,15 @@ def main() -> int:
   parser.add_argument(
     "--survivors", action="store_true", help="try kept survivors again"
   )
+  parser.add_argument(
+    "--only", default="", metavar="EXPRESSION", help="of tests: pytest -k"
+  )
   parser.add_argument("--list", action="store_true", help="show kept scores")
   args = parser.parse_args()
   if not args.list:
     for room in args.rooms or ROOMS:
       again = _kept()[room] if args.survivors else None
-      found = score(room, args.seconds, args.count, args.seed, again)
+      found = score(room, args.seconds, args.count, args.seed, again, args.only)
       kept = {**_kept(), room: found}  # another process may have added rooms
       SCORES.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n")
   kept = _kept()

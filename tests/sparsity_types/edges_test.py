@@ -51,3 +51,14 @@ def test_what_an_explicit_mesh_shards_is_told_from_the_rest():
   assert masks._is_placed(place("x", None)) and masks._is_placed(
     place(None, "x")
   )
+
+
+@pytest.mark.parametrize("is_mean", [True, False])
+def test_a_block_longer_than_its_leaf_is_as_long_as_the_leaf(is_mean):
+  # It is never filled up: that would take 4 TB.
+  scores = jnp.asarray(np.random.default_rng(0).normal(size=(3, 16, 8)))
+  for long, whole in (((10**11, 3), (16, 3)), ((5, 10**11), (5, 8))):
+    found = jaxpruner.Block(long, is_mean).mask(scores, 0.5)
+    wanted = jaxpruner.Block(whole, is_mean).mask(scores, 0.5)
+    np.testing.assert_array_equal(found, wanted)
+  assert jaxpruner.Block((10**11, 10**11)).units((4, 0, 3)) == 0

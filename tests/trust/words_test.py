@@ -110,6 +110,12 @@ def test_an_empty_path_is_not_the_current_folder(
   assert not (tmp_path / "o").exists()
 
 
+def test_a_negative_seed_is_named(model, tmp_path, capsys):
+  args = ["prune", model, "-o", tmp_path / "o", "--sparsity", 0.5]
+  assert command(*args, "--seed", -1) == 1
+  assert "--seed -1 must not be negative" in said(capsys)
+
+
 SURROGATE = b'{"__metadata__": {"note": "\\ud800"}}'
 
 

@@ -11,6 +11,7 @@ make one report, each with its own commit; a folder can be restored from a file
 and continued.
 """
 
+import collections
 import contextlib
 import dataclasses
 import hashlib
@@ -220,6 +221,14 @@ def read(file: str) -> Records:
       f"{file}: {len(found['run'])} runs and {len(found['record'])} records; a "
       "file holds one run and its records"
     )
+  for name in kinds.keys() - {"run"}:
+    counts = collections.Counter(item.cell for item in found[name])
+    for cell, count in counts.most_common(1):
+      if count > 1:
+        raise RunFolderError(
+          f"{file}: {count} lines are the {name} of {cell!r:.60}, and which "
+          "holds is not known; delete all but one"
+        )
   for training in found["training"]:
     _check_curve(training, file)
   by_cell = lambda name: {item.cell: item for item in found[name]}

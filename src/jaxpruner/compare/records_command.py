@@ -46,6 +46,8 @@ def run(args: argparse.Namespace) -> int:
 
 def described(found) -> list[str]:
   """Return the lines that name a run and list the metric of each seed."""
+  from jaxpruner.compare.columns import printable
+
   info = found.info
   lines = [
     info.command,
@@ -59,4 +61,4 @@ def described(found) -> list[str]:
     lines.append(f"  {cell:30} {info.metric} {' '.join(texts)}")
   seconds = sum(record.seconds for record in found.records.values())
   lines += ["", f"{len(found.records)} cells, {seconds / 60:.1f} minutes"]
-  return lines
+  return [printable(line) for line in lines]

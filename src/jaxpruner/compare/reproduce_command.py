@@ -205,7 +205,10 @@ def _losses(before: Any, after: Any) -> list[str]:
 
 def described(info: Any, cell: str, done: Reproduction) -> list[str]:
   """Return the lines that the command prints."""
-  lines = [f"{cell}, recorded at commit {info.commit or 'unknown'}"]
+  from jaxpruner.compare import columns
+
+  commit = columns.printable(info.commit or "unknown")
+  lines = [f"{cell}, recorded at commit {commit}"]
   lines += [f"  other input: {text}" for text in done.inputs]
   if not done.inputs:
     lines.append("  same versions, data, settings and device")

@@ -162,6 +162,7 @@ class RunFolder:
     """
     path = self.path / "run.json"
     if not path.exists():
+      self._refuse_orphans()
       content = json.dumps(info.to_json(), indent=2, sort_keys=True)
       files.write_atomic(path, content.encode())
       return
@@ -178,6 +179,21 @@ class RunFolder:
         + "; ".join(differing)
         + ". Choose another --out, or delete that folder"
       )
+
+  def _refuse_orphans(self) -> None:
+    """Raise if results lie here that no run.json describes."""
+    for name in (*JOURNALS, "weights", "checkpoints"):
+      found = self.path / name
+      try:
+        holds = any(found.iterdir()) if found.is_dir() else found.stat().st_size
+      except FileNotFoundError:
+        continue
+      if holds:
+        raise RunFolderError(
+          f"{found}: results of a run whose run.json is missing, so that "
+          "nobody knows of which; restore run.json, choose another --out, or "
+          "delete that folder"
+        )
 
   def append(
     self, event: Chunk | Record | Failure | Latency | Measures

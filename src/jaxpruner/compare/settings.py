@@ -11,6 +11,7 @@ from typing import Any
 
 import jaxpruner
 from jaxpruner import _tools
+from jaxpruner._tools import regular
 from jaxpruner.compare import spelling, tasks
 from jaxpruner.post_training.solvers.table import SOLVERS
 from jaxpruner.sparsity_distributions.table import DISTRIBUTIONS
@@ -190,12 +191,12 @@ def read_config(path: str) -> dict[str, Any]:
     steps = 500
   """
   try:
-    with open(path, "rb") as file:
+    with regular.open_bytes(path) as file:
       values = tomllib.load(file)
   except (ValueError, RecursionError) as error:  # nested, huge or no TOML
     raise ValueError(f"--config {path}: not valid TOML ({error})") from error
   except OSError as error:
-    raise ValueError(f"--config {path}: {error.strerror}") from error
+    raise ValueError(f"--config {path}: {error.strerror or error}") from error
   # Check all values now, so that an error message names the file.
   found = from_json(values, f"--config {path}")
   try:

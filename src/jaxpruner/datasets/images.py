@@ -80,6 +80,8 @@ def read_idx(path: pathlib.Path, limit: int = 1 << 28) -> np.ndarray:
     ...   read_idx(path).tolist()
     [7, 9]
   """
+  if path.exists() and not path.is_file():  # a pipe would be waited for
+    raise DataError(f"{path}: no regular file; name one")
   opener = gzip.open if path.suffix == ".gz" else open
   with opener(path, "rb") as file:
     raw = read_bounded(file, limit, str(path))

@@ -1,11 +1,18 @@
 """Texts of several kinds for calibration and evaluation."""
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
+from jaxpruner._tools import regular
 from jaxpruner.post_training import evaluation
+
+
+def read(path: str | os.PathLike) -> str:
+  """Return the text of a file; what is no UTF-8 is left out."""
+  return regular.read_bytes(path).decode("utf-8", "ignore")
 
 
 def mixed(

@@ -66,6 +66,10 @@ def run(args: argparse.Namespace) -> int:
       )
     if (args.skip_inputs is None) != (args.calibration is None):
       raise ValueError("--skip-inputs and --calibration FILE need each other")
+    # Before a large model is loaded.
+    generation.check_drawing(
+      args.tokens, args.temperature, args.top_k, args.seed
+    )
     tokenizer = hub_tokenizer.HubTokenizer(args.folder)
     model = models.load_folder(args.folder, jnp.dtype(args.dtype))
     prompt = tokenizer.encode(args.prompt)
@@ -121,15 +125,28 @@ def _ends(folder: str) -> list[int]:
   return [i for i in ids if type(i) is int]
 
 
+# Control characters but for lines and tabs: the tokenizer of a folder may hold
+# any, and a terminal obeys them.
+_CONTROLS = {
+  i: "\N{SYMBOL FOR SUBSTITUTE}"
+  for i in (*range(32), *range(127, 160))
+  if chr(i) not in "\n\t"
+}
+
+
+def _shown(text: str) -> str:
+  return text.translate(_CONTROLS)
+
+
 def _stream(tokenizer, prompt, drawn) -> list[float]:
   """Print text as soon as its characters are whole; return the times."""
   ids, seconds = list(prompt), []
-  shown = tokenizer.decode(ids)
+  shown = _shown(tokenizer.decode(ids))
   print(shown, end="", flush=True)
   for token in drawn:
     ids.append(token.id)
     seconds.append(token.seconds)
-    text = tokenizer.decode(ids)
+    text = _shown(tokenizer.decode(ids))
     if not text.endswith("\ufffd"):  # half of a character
       print(text[len(shown) :], end="", flush=True)
       shown = text

@@ -46,11 +46,29 @@ def _draw(
   """Return the most likely token, or a random one of the likely."""
   if not temperature:
     return int(np.argmax(logits))
-  scores = logits.astype(np.float64) / temperature
+  scores = logits.astype(np.float64)
+  # The largest becomes 0; what a small temperature overflows is never drawn.
+  with np.errstate(over="ignore"):
+    scores = (scores - scores.max()) / temperature
   if 0 < top_k < scores.size:
     scores[scores < np.partition(scores, -top_k)[-top_k]] = -np.inf
-  chances = np.exp(scores - scores.max())
+  chances = np.exp(scores)
   return int(rng.choice(scores.size, p=chances / chances.sum()))
+
+
+def check_drawing(
+  tokens: int, temperature: float, top_k: int, seed: int
+) -> None:
+  """Raise if no text can be drawn so; see `Writer.write`."""
+  if not 0 <= temperature < float("inf"):
+    raise ValueError(
+      f"temperature={temperature} must be finite and not negative"
+    )
+  if tokens < 1 or top_k < 0 or seed < 0:
+    raise ValueError(
+      f"tokens={tokens} must be at least 1, top_k={top_k} and seed={seed} "
+      "must not be negative"
+    )
 
 
 class Writer:
@@ -210,11 +228,7 @@ class Writer:
       raise ValueError(
         f"prompt must hold token ids from 0 to {self._config.vocab - 1}"
       )
-    if temperature < 0 or tokens < 1:
-      raise ValueError(
-        f"temperature={temperature} must not be negative, tokens={tokens} at "
-        "least 1"
-      )
+    check_drawing(tokens, temperature, top_k, seed)
     if len(prompt) + tokens > self._length:
       raise ValueError(
         f"{len(prompt)} tokens of prompt and {tokens} of text are more than "

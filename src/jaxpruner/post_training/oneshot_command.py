@@ -144,8 +144,8 @@ def _write_folder(
 
 def _text(args: argparse.Namespace, part: int) -> str:
   """Return text to calibrate on (part 0) or to judge by (part 1)."""
-  if args.calibration:
-    text = pathlib.Path(args.calibration).read_text(errors="ignore")
+  if args.calibration is not None:
+    text = calibration_text.read(args.calibration)
     half = len(text) // 2
     return text[half:] if part else text[:half]
   raw = datasets.load_enwik8(args.data)[40_000_000 * (part + 1) :][:4_000_000]
@@ -154,7 +154,7 @@ def _text(args: argparse.Namespace, part: int) -> str:
 
 def _inputs(args: argparse.Namespace, model: models.Model) -> tuple[Any, ...]:
   """Return calibration inputs, inputs to judge by, and labels or None."""
-  if model.sample and not args.calibration:
+  if model.sample and args.calibration is None:
     return model.sample(args.samples, 0), model.sample(args.judge, 1), None
   if model.kind == "text":
     parts = [

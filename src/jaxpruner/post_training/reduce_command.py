@@ -1,14 +1,13 @@
 """`jaxpruner reduce FOLDER --experts N | --heads N | --drop N`: smaller."""
 
 import argparse
-import pathlib
 import sys
 
 from jaxpruner import datasets
 from jaxpruner.datasets.archives import DataError
 from jaxpruner.post_training import calibration_text, contrib, models
 from jaxpruner.post_training.models.hub_tokenizer import HubTokenizer
-from jaxpruner.sparse import checkpoints
+from jaxpruner.sparse import _staging, checkpoints
 from jaxpruner.sparse._table import size
 
 
@@ -43,8 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _batches(args: argparse.Namespace, context: int):
-  if args.calibration:
-    text = pathlib.Path(args.calibration).read_text(errors="ignore")
+  if args.calibration is not None:
+    text = calibration_text.read(args.calibration)
   else:
     raw = datasets.load_enwik8(None)[:4_000_000]
     text = raw.tobytes().decode("utf-8", "ignore")
@@ -57,6 +56,11 @@ def _batches(args: argparse.Namespace, context: int):
 def run(args: argparse.Namespace) -> int:
   """Write the smaller folder; print what was kept."""
   try:
+    for name in ("samples", "window"):
+      if getattr(args, name) < 1:
+        raise ValueError(f"--{name} {getattr(args, name)} must be at least 1")
+    # Before anything is computed.
+    _staging.check_target(args.output, args.overwrite)
     model = models.load_folder(args.folder)
     batches = _batches(args, getattr(model.config, "context", args.window))
     if args.drop is not None:

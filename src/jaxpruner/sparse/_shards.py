@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxpruner._tools import atomic, fingerprint
+from jaxpruner._tools import atomic, fingerprint, regular
 from jaxpruner.sparse import _layouts, _peer_config, _staging
 from jaxpruner.sparse import _safetensors as st
 from jaxpruner.sparse._layouts import Content, Leaf, Tensor, Written
@@ -34,7 +34,7 @@ def read_json(path: pathlib.Path) -> Any:
   """Parse a JSON file of a folder; any failure is a `FileFormatError`."""
   if path.stat().st_size > MAX_JSON:
     raise st.FileFormatError(f"{path}: more than {MAX_JSON} bytes of JSON")
-  return st.parse_json(path.read_bytes(), str(path))
+  return st.parse_json(regular.read_bytes(path), str(path))
 
 
 def inside(folder: pathlib.Path, name: str) -> pathlib.Path:

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from jaxpruner._tools import atomic, fingerprint
+from jaxpruner._tools import atomic, fingerprint, regular
 
 try:
   import fcntl
@@ -34,7 +34,7 @@ def claim(folder: pathlib.Path, facts: Mapping[str, Any]) -> str:
   path = folder / _JOB
   text = json.dumps(facts, indent=1, sort_keys=True)
   try:
-    found = path.read_bytes()
+    found = regular.read_bytes(path)
   except FileNotFoundError:
     atomic.write_bytes(path, text.encode())
     return fingerprint.text(text)

@@ -152,6 +152,8 @@ class Plan:
     self, args: argparse.Namespace, file: checkpoints.Checkpoint
   ) -> None:
     self._args, self._file = args, file
+    if args.seed < 0:
+      raise ValueError(f"--seed {args.seed} must not be negative")
     chosen = [t for t in file.tensors.values() if _chosen(args, t)]
     self.left: list[str] = []
     if not args.include:

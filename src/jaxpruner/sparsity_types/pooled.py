@@ -88,14 +88,18 @@ class Block(SparsityType):
   def inputs_together(self) -> int:
     return self.block_shape[0]
 
-  def _units(self, shape: Shape) -> tuple[Shape, Shape]:
-    """Return the leaf's shape as at least 2-D, and the shape of its units."""
+  def _units(self, shape: Shape) -> tuple[Shape, Shape, tuple[int, int]]:
+    """Return the leaf's shape as at least 2-D, that of its units, a block's.
+
+    A block that is longer than its leaf is as long as the leaf.
+    """
     matrix = (1, *shape)[-2:] if len(shape) < 2 else shape
-    rows, columns = (
-      -(-size // side)
+    height, width = (
+      min(side, max(size, 1))
       for size, side in zip(matrix[-2:], self.block_shape, strict=True)
     )
-    return matrix, (*matrix[:-2], rows, columns)
+    units = (*matrix[:-2], -(-matrix[-2] // height), -(-matrix[-1] // width))
+    return matrix, units, (height, width)
 
   def check(self, shape: Shape, sparsity: Any, name: str = "scores") -> None:
     super().check(shape, sparsity, name)
@@ -105,8 +109,7 @@ class Block(SparsityType):
       )
 
   def pool(self, scores: Array) -> Array:
-    matrix, (*lead, rows, columns) = self._units(scores.shape)
-    height, width = self.block_shape
+    matrix, (*lead, rows, columns), (height, width) = self._units(scores.shape)
     padding = [(0, 0)] * len(lead) + [
       (0, rows * height - matrix[-2]),
       (0, columns * width - matrix[-1]),
@@ -126,8 +129,7 @@ class Block(SparsityType):
     return total / jnp.sum(blocks(ones, 0), axis=(-3, -1))
 
   def expand(self, units: Array, shape: Shape) -> Array:
-    matrix, (*lead, rows, columns) = self._units(shape)
-    height, width = self.block_shape
+    matrix, (*lead, rows, columns), (height, width) = self._units(shape)
     mask = jnp.broadcast_to(
       units[..., :, None, :, None], (*lead, rows, height, columns, width)
     ).reshape(*lead, rows * height, columns * width)

@@ -1,14 +1,13 @@
 """Write a model of a folder as a GGUF file, for llama.cpp."""
 
 import os
-import pathlib
 import struct
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
-from jaxpruner._tools import atomic
+from jaxpruner._tools import atomic, regular
 from jaxpruner.post_training.models import gguf
 from jaxpruner.post_training.models.decoder_config import Decoder
 from jaxpruner.post_training.models.hub import HubModel
@@ -69,7 +68,7 @@ def save_gguf(
   if values not in VALUES:
     raise ValueError(f"values={values!r} must be one of {VALUES}")
   target = atomic.check_target(path)
-  raw = pathlib.Path(like).read_bytes()
+  raw = regular.read_bytes(like)
   old = gguf.header(raw)
   found = old.metadata.get("general.architecture")
   kind, neighbours = _KINDS[config.kind]
