@@ -168,7 +168,7 @@ def verdict(found: Findings) -> list[str]:
         parts.append(f"{words} ({signed(gain)}, {judged(gain)})")
     sentences.append(
       f"At {percent(ticket.sparsity)} the ticket reaches "
-      f"{estimate(found.values(ticket) or [np.nan]).mean:.2f} {found.unit}. "
+      f"{estimate(found.values(ticket) or [np.nan]).mean:.2f}{found.suffix}. "
       f"Against: {'; '.join(parts) or 'nothing'}."
     )
     sentences += _lines_between(found, ticket, late)
@@ -191,7 +191,7 @@ def _lines_between(found: Findings, ticket: Cell, late: str) -> list[str]:
     sentences.append(
       f"Two trainings of the ticket {words}, at {percent(ticket.sparsity)}: on "
       f"the line between them the {found.metric} falls by at most "
-      f"{gap.mean:.2f} {found.unit} below the straight line "
+      f"{gap.mean:.2f}{found.suffix} below the straight line "
       f"[{gap.low:.2f}, {gap.high:.2f}]. Their pool, weighted on training "
       f"batches, against the ticket: {signed(pooled)}."
     )
