@@ -151,6 +151,14 @@ def test_a_barrier_is_the_gap_below_the_straight_line():
   assert tickets.barrier(found, cell) == pytest.approx([7.0, 0.0])
 
 
+def test_tickets_of_one_sparsity_stand_side_by_side():
+  names = ("imp", "retrain:imp", "static_sparse")
+  values = {Cell(name, 0.9): (shifted(0), {}) for name in names}
+  figure = tickets.pictures(findings(values))["tickets"]
+  shown = [text.get_text() for text in figure.axes[0].get_xticklabels()]
+  assert shown == list(names)
+
+
 def test_tickets_are_held_against_each_control():
   values = {Cell("imp", 0.8): (shifted(0), {})}
   for name, loss in (
