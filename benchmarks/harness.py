@@ -5,12 +5,17 @@
 Two programs train the same seeds on the same batches in turns, one chunk (a
 twentieth of the training) at a time: the comparison's own, with snapshots of
 masks, churn and exploration, records appended and synced to disk, and the
-progress bar; and a loop of nothing but steps.
+progress bar; and a loop of nothing but steps. Each is measured with one thread,
+as workers of the command run, and with all, as `compare.run` does with
+functions.
 """
 
 import argparse
 import json
+import os
 import pathlib
+import subprocess
+import sys
 import tempfile
 import time
 
@@ -114,20 +119,33 @@ def main() -> None:
   parser.add_argument("--algorithm", default="rigl")
   parser.add_argument("--seeds", type=int, default=1)
   parser.add_argument("--repeats", type=int, default=7)
+  parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
   options = parser.parse_args()
+  if options.one:
+    row = measure(
+      options.task, options.algorithm, options.seeds, options.repeats
+    )
+    print(json.dumps(row))
+    return
   start = time.perf_counter()
-  row = measure(options.task, options.algorithm, options.seeds, options.repeats)
-  print(json.dumps(row))
-  head = ["task", "algorithm", "seeds", "steps", "bare, s", "harness ÷ bare"]
-  values = [
-    row["task"],
-    row["algorithm"],
-    str(row["seeds"]),
-    str(row["steps"]),
-    f"{row['seconds']:.2f}",
-    f"{row['ratio']:.3f}",
-  ]
-  text = page.table(head, [values])
+  head = ["threads", "task", "algorithm", "seeds", "steps", "bare, s"]
+  lines = []
+  for threads in ("1", str(os.cpu_count())):
+    # XLA reads the number of threads once, when it starts.
+    done = subprocess.run(
+      [sys.executable, *sys.argv, "--one"],
+      env=os.environ | {"NPROC": threads},
+      stdout=subprocess.PIPE,
+      text=True,
+      check=True,
+    )
+    row = json.loads(done.stdout.splitlines()[-1])
+    values = [row[name] for name in ("task", "algorithm", "seeds", "steps")]
+    lines.append(
+      [threads, *map(str, values), f"{row['seconds']:.2f}"]
+      + [f"{row['ratio']:.3f}"]
+    )
+  text = page.table([*head, "harness ÷ bare"], lines)
   page.write(
     "harness", "What the comparison adds", [text], time.perf_counter() - start
   )

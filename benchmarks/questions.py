@@ -5,7 +5,8 @@
 trains the comparisons of `small-dense`, `structure`, `tickets` and `robustness`
 (or those that are named), three seeds each, and writes the verdicts, tables and
 pictures to `docs/results/questions.md`. Stop it and call it again, and it
-continues. The page contains every run that is finished in the folder.
+continues. The page contains every run that is finished in the folder, and those
+of which the records are published.
 """
 
 import argparse
@@ -22,7 +23,9 @@ from jaxpruner.compare import (
   record_files,
   run_folder,
 )
-from jaxpruner.compare.questions import asking
+from jaxpruner.compare.columns import percent
+from jaxpruner.compare.questions import asking, structure
+from jaxpruner.compare.questions.base import signed
 
 # Shorter trainings of a narrower network than the task's own: each question
 # took 20 minutes on two cores that six other jobs shared.
@@ -45,7 +48,8 @@ NOTE = (
   "takes minutes on two cores: dense is some points below its plateau, and "
   "gradual pruning had 150 steps. The answers hold for this budget; at high "
   "sparsity it favours networks that start small. Latency and step time are "
-  "of a machine with other load."
+  "of a machine with other load; those of speeches (`sotu`) and of tickets, of "
+  "the machine alone."
 )
 DEFAULT = ("small-dense", "structure", "tickets", "robustness")
 
@@ -76,12 +80,13 @@ def section(path: pathlib.Path) -> str:
   found = record_files.load(str(path))
   # The command that was typed names a folder of one machine.
   plain = dataclasses.replace(found.info, command=_command(info.settings))
-  record_files.save(dataclasses.replace(found, info=plain), str(records))
+  if (path / "report.html").exists():  # trained here, not restored
+    record_files.save(dataclasses.replace(found, info=plain), str(records))
   parts = [
     f"## {answer.question.asks}",
-    f"`{_command(info.settings)}`, {info.settings['seeds']} seeds; "
-    f"{_seconds(path) / 60:.0f} minutes in two processes. All numbers: "
-    f"[records](records/{records.name}).",
+    f"`{_command(info.settings)}`, {info.settings['seeds']} seeds, "
+    f"{info.started[:10]}; {_seconds(path) / 60:.0f} minutes in two processes. "
+    f"All numbers: [records](records/{records.name}).",
     "\n".join(f"- {sentence}" for sentence in answer.words),
   ]
   for table in answer.question.tables(answer.found):
@@ -92,6 +97,58 @@ def section(path: pathlib.Path) -> str:
     figure.savefig(page.RESULTS / picture, dpi=100)
     parts.append(f"![{name}]({picture})\n\n{answer.question.captions[name]}")
   return "\n\n".join(parts)
+
+
+DOMAINS = {
+  "fashion": "vision",
+  "sotu": "language",
+  "fed-fashion": "federated",
+  "dqn-minatar": "reinforcement",
+}
+
+
+def domains(paths: list[pathlib.Path], sparsity: float = 0.5) -> str:
+  """Return one table of structures in all domains, at one sparsity."""
+  lines = []
+  kinds = ("unstructured", "2:4", "8x8", "channels")
+  for path in paths:
+    answer = asking.answer_of(str(path))
+    task = run_folder.read_run(path).settings["task"]
+    if answer is None or answer.question.name != "structure":
+      continue
+    found = answer.found
+    mine = {
+      structure.structure_of(cell): cell
+      for cell in found.cells
+      if cell.sparsity == sparsity and cell.name != "small_dense"
+    }
+    texts = []
+    for kind in kinds:
+      cell = mine.get(kind)
+      gain = found.better(cell, cell.dense) if cell else None
+      ratio = found.latency.get(cell.id) if cell else None
+      place = f"; {ratio:.2f} ×" if ratio else ""
+      texts.append(f"{signed(gain)}{place}" if gain else "–")
+    sign = "↑" if found.higher_is_better else "↓"
+    domain = f"{DOMAINS.get(task, task)}: `{task}`, {found.metric} {sign}"
+    lines.append([domain, *texts])
+  if len(lines) < 2:
+    return ""
+  return (
+    f"## Structures in {len(lines)} domains, at {percent(sparsity)}\n\n"
+    "The gain over dense, paired by seed, positive is better; and the measured "
+    "latency of the network relative to dense, through the library's kernels. "
+    "The first and the output layer stay dense in structured rows.\n\n"
+    + page.table(["domain", *kinds], lines)
+  )
+
+
+def published(folder: pathlib.Path) -> None:
+  """Restore the runs whose records are published, where there are none."""
+  for file in sorted((page.RESULTS / "records").glob("question-*.jsonl")):
+    target = folder / file.stem.removeprefix("question-")
+    if not (target / "run.json").exists():
+      record_files.restore(record_files.load(str(file)), str(target))
 
 
 def main() -> None:
@@ -116,10 +173,12 @@ def main() -> None:
       **(SETTINGS.get(name, {}) if args.task == "fashion" else OTHERS),
     )
   page.RESULTS.mkdir(parents=True, exist_ok=True)
-  runs = sorted(pathlib.Path(args.runs).glob("*/report.html"))
-  sections = [section(report.parent) for report in runs]
+  runs = pathlib.Path(args.runs)
+  published(runs)
+  paths = sorted(file.parent for file in runs.glob("*/run.json"))
+  sections = [domains(paths), *map(section, paths)]
   # The time of the trainings, not of writing the page: runs are resumed.
-  seconds = sum(_seconds(report.parent) for report in runs)
+  seconds = sum(map(_seconds, paths))
   sections = [NOTE, *(s for s in sections if s)]
   page.write("questions", "Questions", sections, seconds)
 

@@ -281,6 +281,31 @@ def test_the_narrower_network_has_as_many_weights_as_the_sparse_one():
   assert shapes["hidden"]["kernel"].shape == (8, 8)
 
 
+def test_the_library_finds_a_narrower_network_of_the_same_functions():
+  task = networks.with_width_for(own(narrower="channels"), 0.5)
+  params = jax.vmap(task.init)(jax.vmap(jax.random.key)(jnp.arange(200)))
+  assert params["hidden"]["kernel"].shape == (200, 8, 8)
+  # Half of the inputs, so that twice the variance keeps an output's size.
+  whole = jax.vmap(own().init)(jax.vmap(jax.random.key)(jnp.arange(200)))
+  ratio = lambda name: float(
+    params[name]["kernel"].std() / whole[name]["kernel"].std()
+  )
+  assert ratio("hidden") == pytest.approx(1.0, abs=0.05)
+  assert ratio("out") == pytest.approx(2**0.5, abs=0.05)
+  done = train(own(narrower="channels"), "small_dense", seeds=1).record
+  assert done.problem == "" and done.weights == 8 * 8 + 8 * 2
+
+
+def test_a_network_of_fixed_sizes_has_no_narrower_one():
+  def fixed(params, x):
+    return network()["apply"](params, x) * (params["out"]["kernel"].sum() / 16)
+
+  mean = lambda p, x: (x @ p["hidden"]["kernel"]).reshape(-1, 16).sum() / 16
+  task = own(narrower="channels", apply=lambda p, x: fixed(p, x) + mean(p, x))
+  with pytest.raises(ValueError, match="narrower='channels': .* narrower=lamb"):
+    plan._obeys_width(task)
+
+
 @pytest.mark.parametrize(
   "changes, reason",
   [
@@ -290,6 +315,7 @@ def test_the_narrower_network_has_as_many_weights_as_the_sparse_one():
     ({"batching": "seq"}, "auto, map or vmap"),
     ({"init": 3}, "init=3 must be callable"),
     ({"test": []}, "test=.* must be a function"),
+    ({"narrower": "width"}, "narrower='width' .* or 'channels'"),
     ({"name": "a:b"}, "without ':'"),
     ({"axis_name": ("batch", 3)}, "need the name of an axis"),
   ],

@@ -1,5 +1,6 @@
 """Questions: their verdicts from records, their measurements, their report."""
 
+import dataclasses
 import math
 
 import compare_helpers as helpers
@@ -150,6 +151,14 @@ def test_a_barrier_is_the_gap_below_the_straight_line():
   assert tickets.barrier(found, cell) == pytest.approx([7.0, 0.0])
 
 
+def test_tickets_of_one_sparsity_stand_side_by_side():
+  names = ("imp", "retrain:imp", "static_sparse")
+  values = {Cell(name, 0.9): (shifted(0), {}) for name in names}
+  figure = tickets.pictures(findings(values))["tickets"]
+  shown = [text.get_text() for text in figure.axes[0].get_xticklabels()]
+  assert shown == list(names)
+
+
 def test_tickets_are_held_against_each_control():
   values = {Cell("imp", 0.8): (shifted(0), {})}
   for name, loss in (
@@ -248,6 +257,20 @@ def test_what_the_user_gives_wins_over_a_questions_axes():
     asking.with_axes({"question": "structur"})
   with pytest.raises(ValueError, match="not a classifier"):
     asking.with_axes({"question": "robustness", "task": "sotu"})
+
+
+def test_a_question_leaves_out_types_that_the_given_sparsity_excludes():
+  """2:4 removes a half; the user asked for 80 % and named no type."""
+  asked = asking.with_axes({"question": "structure", "sparsity": (0.8,)})
+  assert asked["type"] == ("unstructured", "8x8", "channels")
+  typed = {"question": "structure", "sparsity": (0.8,), "type": ("2:4",)}
+  assert asking.with_axes(typed)["type"] == ("2:4",)  # refused later, in words
+
+
+def test_a_metric_without_a_unit_leaves_no_gap_in_a_sentence():
+  found = base.Findings([], {}, {}, {}, "bits per byte", "", False)
+  assert f"(4.16{found.suffix})" == "(4.16)"
+  assert dataclasses.replace(found, unit="%").suffix == " %"
 
 
 def test_the_report_has_the_verdict_before_the_table(tmp_path):

@@ -210,7 +210,7 @@ def test_latency_is_measured():
 @pytest.mark.parametrize(
   ("options", "words"),
   [
-    ({}, "exactly one of params, flops, bytes, latency; 0"),
+    ({}, "exactly one of params, flops, bytes, latency, width; 0"),
     ({"params": 0.5, "flops": 0.5}, "exactly one"),
     ({"params": 1.5}, "params=1.5 must be above 0 and below 1"),
     ({"params": 0.01}, "is as near as removing whole groups comes"),
@@ -245,3 +245,27 @@ def test_a_neuron_that_is_empty_already_goes_first():
   pruned = check(fn, weights, normal(2, 4), params=0.5)
   assert pruned.small.params["up"].shape == (4, 4)
   assert not np.asarray(pruned.masks["up"])[:, 1].any()
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_width_keeps_a_part_of_every_dimension(turned):
+  """The weights of a product remember what is left of its inputs."""
+
+  def network(p, x):
+    second = p["b"].T if turned else p["b"]
+    return jnp.tanh(jnp.tanh(x @ p["a"] + p["bias"]) @ second) @ p["c"]
+
+  middle = normal(6, 8) if turned else normal(8, 6)
+  weights = {
+    "a": normal(3, 8),
+    "b": middle,
+    "bias": normal(8),
+    "c": normal(6, 2),
+  }
+  pruned = jaxpruner.prune_to(network, weights, normal(1, 3), width=0.5)
+  assert np.shape(pruned.small.params["a"]) == (3, 4)
+  assert np.shape(pruned.small.params["c"]) == (3, 2)
+  assert pruned.fan_in == {"a": 1.0, "b": 0.5, "bias": 1.0, "c": 0.5}
+  assert pruned.reached == 0.5
+  least = jaxpruner.prune_to(network, weights, normal(1, 3), width=0.01)
+  assert np.shape(least.small.params["a"]) == (3, 1)

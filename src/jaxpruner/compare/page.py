@@ -14,13 +14,14 @@ from jaxpruner.inspect import plot
 
 _CSS = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #1b1b1b; margin: 2rem auto;
-  max-width: 1240px; padding: 0 1rem; }
+  max-width: 1360px; padding: 0 1rem; overflow-wrap: anywhere; }
 h1 { font-size: 1.6rem; margin-bottom: .2rem; } h2 { margin-top: 2.2rem; }
 .meta { color: #555; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums;
-  font-size: 13.5px; margin: .6rem 0 1.6rem; }
-th, td { padding: .28rem .6rem; text-align: right; white-space: nowrap; }
-th:first-child, td:first-child { text-align: left; }
+  font-size: 13px; margin: .6rem 0 1.2rem; }
+th, td { padding: .28rem .45rem; text-align: right; white-space: nowrap; }
+th:first-child, td:first-child { text-align: left; position: sticky; left: 0;
+  background: #fff; }
 thead th { border-bottom: 2px solid #1b1b1b; border-top: 2px solid #1b1b1b; }
 tr.group td { font-style: italic; text-align: left; padding-top: .7rem;
   border-bottom: 1px solid #ccc; }
@@ -31,10 +32,13 @@ figcaption { color: #555; max-width: 70ch; }
 figure svg { max-width: 100%; height: auto; }
 pre { background: #f5f5f5; padding: .8rem; overflow-x: auto;
   font-size: 12.5px; }
-.scroll { overflow-x: auto; }
+/* A shadow at the right edge says that the table goes on there. */
+.scroll { overflow-x: auto; background:
+  linear-gradient(to left, #fff 30%, #fff0) right / 40px 100% no-repeat local,
+  linear-gradient(to left, #0003, #0000) right / 14px 100% no-repeat scroll; }
 @media (max-width: 700px) {
   body { margin: 1rem auto; }
-  figure svg { max-width: none; min-width: 560px; }
+  figure svg { max-width: max(100%, 560px); }
 }
 .verdict { max-width: 80ch; } .verdict li { margin: .4rem 0; }
 """
@@ -151,14 +155,16 @@ def _section(
 
 
 def _notes(rows: Sequence[TableRow]) -> str:
-  """Say which leaves stayed dense, once per structure."""
-  found = dict.fromkeys(
-    (r.structure, r.options, r.notes) for r in rows if r.notes
-  )
+  """Say which leaves stayed dense, once for all structures that share it."""
+  found: dict[str, dict[str, None]] = {}
+  for row in rows:
+    if row.notes:
+      name = " ".join(filter(None, (row.structure, row.options)))
+      found.setdefault(row.notes, {})[name] = None
   return "".join(
-    f"<p class='meta'>{html.escape(' '.join(filter(None, (kind, options))))}: "
-    f"{html.escape(notes)}.</p>"
-    for kind, options, notes in found
+    f"<p class='meta'>{html.escape(', '.join(names))}: {html.escape(notes)}."
+    "</p>"
+    for notes, names in found.items()
   )
 
 

@@ -69,6 +69,28 @@ class Traced:
         mask *= _line(keep[dim], i, len(flat)).astype(np.uint8)
     return mask.reshape(var.shape)
 
+  def fan_in(self, keep: Mapping[Dim, np.ndarray]) -> dict[Var, float]:
+    """Return what is left of the axes that each parameter is summed over.
+
+    A parameter may meet its product transposed or cast: it is then the one
+    with the same dims. Of several products the first one counts.
+    """
+    keep = complete(self.dims.segments, dict(keep))
+    dims_of = lambda v: frozenset(self.dims.flat(v))
+    # A bias has the dims of an activation with a batch of one.
+    alike = {dims_of(v): v for v in self.values if len(dims_of(v)) > 1}
+    left: dict[Var, tuple[Node, float]] = {}
+    for total in self.dims.sums:
+      kept = [keep[d].mean() for d in resolve(total.axis) if d in keep]
+      for var, _ in total.operands if len(total.operands) > 1 else ():
+        owner = var if var in self.values else alike.get(dims_of(var))
+        if owner is None:
+          continue
+        node, before = left.get(owner, (total.node, 1.0))
+        if node is total.node:
+          left[owner] = (node, before * float(np.prod(kept)))
+    return {v: left[v][1] if v in left else 1.0 for v in self.values}
+
   def name(self, dim: Dim) -> str:
     """Name a dim by a weight that makes it: the last axis of a matrix."""
     places = [
@@ -232,6 +254,21 @@ def plan(
   sizes = _greedy(cost, scores, floor, whole * fraction, whole * 0.005)
   if abs(cost.total(sizes) / whole - fraction) > 0.005:
     sizes = _nearby(cost, sizes, floor, whole * fraction)
+  return best(scores, sizes)
+
+
+def best(
+  scores: Mapping[Dim, np.ndarray], sizes: Mapping[Dim, int]
+) -> dict[Dim, np.ndarray]:
+  """Return as booleans the indices of each dim with the highest scores.
+
+  Args:
+    scores: a score for each index of each dim.
+    sizes: how many indices of each dim stay.
+
+  Returns:
+    The indices that stay.
+  """
   keep = {}
   for dim, score in scores.items():
     order = np.argsort(score, kind="stable")

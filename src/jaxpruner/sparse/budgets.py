@@ -43,10 +43,13 @@ class PrunedTo:
     small: the smaller dense model, as `shrink` returns it.
     groups: the dimensions that became smaller.
     fixed: the number of dimensions that could not become smaller.
-    kind: "params", "flops", "bytes" or "latency".
+    kind: "params", "flops", "bytes", "latency" or "width".
     wanted: the fraction that was asked for.
     reached: the fraction that is left, counted (for latency, measured) on the
       smaller model.
+    fan_in: a tree like `params`: the fraction that is left of the inputs that
+      a weight's product adds up, 1 for other leaves. Divide by its square root
+      to draw initial weights of the smaller model from those of the given one.
 
   Example:
     >>> import numpy as np
@@ -66,6 +69,7 @@ class PrunedTo:
   kind: str
   wanted: float
   reached: float
+  fan_in: Any
 
   def __str__(self) -> str:
     lines = [f"{g.name}: {g.before} -> {g.after}" for g in self.groups]
@@ -85,6 +89,7 @@ def prune_to(
   flops: float | None = None,
   bytes: float | None = None,
   latency: float | None = None,
+  width: float | None = None,
   scores: str = "magnitude",
   grads: Any = None,
   filter_fn: Callable[[tuple[str, ...], Any], bool] | None = None,
@@ -106,8 +111,9 @@ def prune_to(
     params: the fraction of the weights that may remain.
     flops: the fraction of the operations of all products.
     bytes: the fraction of the bytes of the parameters.
-    latency: the fraction of the time of one call, measured here. Exactly
-      one of these four is given.
+    latency: the fraction of the time of one call, measured here.
+    width: the fraction of each dimension that remains, at least one slice.
+      Exactly one of these five is given.
     scores: "magnitude" (sum of squares), "taylor" (|sum of weight times
       gradient|; needs `grads`) or "activations" (norm of the activations times
       norm of the weights that they meet, on the example inputs).
@@ -139,7 +145,7 @@ def prune_to(
     gradients those of Molchanov et al. (2019).
   """
   kind, fraction = _budget(
-    params=params, flops=flops, bytes=bytes, latency=latency
+    params=params, flops=flops, bytes=bytes, latency=latency, width=width
   )
   if not 0 <= least < 1:
     raise ValueError(f"least={least} must be at least 0 and below 1")
@@ -152,6 +158,11 @@ def prune_to(
   make = _Maker(apply_fn, weights, example_inputs, traced, treedef, ranked)
   if kind == "latency":
     keep, small, reached = make.to_latency(fraction, least)
+  elif kind == "width":
+    sizes = {d: max(1, round(fraction * d.size)) for d in ranked}
+    keep = _groups.best(ranked, sizes)
+    small = make.small(keep)
+    reached = sum(sizes.values()) / sum(d.size for d in ranked)
   else:
     cost = _cost(traced, kind)
     keep = _groups.plan(cost, ranked, fraction, least)
@@ -177,6 +188,7 @@ def prune_to(
     kind=kind,
     wanted=fraction,
     reached=reached,
+    fan_in=treedef.unflatten(traced.fan_in(keep).values()),
   )
 
 

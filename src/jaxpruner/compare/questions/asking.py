@@ -2,11 +2,11 @@
 
 import dataclasses
 import html
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxpruner import plot
-from jaxpruner.compare import questions, run_folder, tasks
+from jaxpruner.compare import questions, run_folder, settings, tasks
 from jaxpruner.compare.questions import base
 
 
@@ -37,9 +37,23 @@ def with_axes(values: Mapping[str, Any]) -> dict[str, Any]:
   for name, value in question.axes(task).items():
     if name == "options":
       result["options"] = {**value, **options}
+    elif name == "type" and not result.get(name):
+      result[name] = _possible(value, result.get("sparsity") or ())
     elif not result.get(name):
       result[name] = value
   return result
+
+
+def _possible(
+  types: Sequence[str], sparsity: float | Sequence[float]
+) -> tuple[str, ...]:
+  """Leave out types that dictate a sparsity which the user did not give."""
+  given = (sparsity,) if isinstance(sparsity, int | float) else tuple(sparsity)
+  return tuple(
+    kind
+    for kind in types
+    if not given or settings.type_sparsity(kind) in (None, *given)
+  )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -37,6 +37,11 @@ class Findings:
   unit: str
   higher_is_better: bool
 
+  @property
+  def suffix(self) -> str:
+    """What follows a number of the metric: its unit, if it has one."""
+    return f" {self.unit}" if self.unit else ""
+
   def values(self, cell: Cell, name: str = "") -> list[float] | None:
     """Return a metric or a measurement of a cell, a number for each seed.
 

@@ -118,7 +118,7 @@ def _dropout_words(found: Findings) -> list[str]:
       name = cell.algorithm
       name += "" if name == "dense" else f" at {percent(cell.sparsity)}"
       sentences.append(
-        f"Dropout of {rate} on {name}: {signed(gain)} {found.unit} "
+        f"Dropout of {rate} on {name}: {signed(gain)}{found.suffix} "
         f"({judged(gain)})."
       )
   return sentences

@@ -95,8 +95,8 @@ def _data_words(found: Findings) -> list[str]:
     if less is not None and all_ is not None:
       sentences.append(
         f"{cell.algorithm} at {percent(cell.sparsity)}, against dense: with "
-        f"10 % of the training data {signed(less)}, with all {signed(all_)} "
-        f"{found.unit}."
+        f"10 % of the training data {signed(less)}, with all {signed(all_)}"
+        f"{found.suffix}."
       )
   return sentences
 

@@ -58,8 +58,8 @@ def verdict(found: Findings) -> list[str]:
       f"{name}, against a dense network with as many weights "
       f"({min(sizes):.2f} to {max(sizes):.2f} times): "
       f"{counted(differences)}. The largest network at "
-      f"{percent(last.sparsity)}: {signed(found.better(last, twin))} "
-      f"{found.unit} {found.metric}. Training it took {min(costs):.1f} to "
+      f"{percent(last.sparsity)}: {signed(found.better(last, twin))}"
+      f"{found.suffix} {found.metric}. Training it took {min(costs):.1f} to "
       f"{max(costs):.1f} times the FLOPs of training the small dense network."
     )
   return sentences

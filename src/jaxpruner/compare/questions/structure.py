@@ -170,7 +170,7 @@ def verdict(found: Findings) -> list[str]:
     )
     sentences.append(
       f"At equal {cost} ({level:.2f} of dense) {order[0]} is best "
-      f"({kinds[order[0]][0].mean:.2f} {found.unit}). Against unstructured: "
+      f"({kinds[order[0]][0].mean:.2f}{found.suffix}). Against unstructured: "
       f"{others or 'nothing to compare'}."
     )
   return [*sentences, *_single_words(found), *_latency_words(found)]
@@ -204,7 +204,7 @@ def _latency_words(found: Findings) -> list[str]:
     loss = found.better(cell, cell.dense)
     parts.append(
       f"{kind} at {percent(cell.sparsity)} {place:.2f} × dense "
-      f"({signed(loss)} {found.unit})"
+      f"({signed(loss)}{found.suffix})"
     )
   if not parts:
     return []

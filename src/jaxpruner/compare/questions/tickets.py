@@ -168,7 +168,7 @@ def verdict(found: Findings) -> list[str]:
         parts.append(f"{words} ({signed(gain)}, {judged(gain)})")
     sentences.append(
       f"At {percent(ticket.sparsity)} the ticket reaches "
-      f"{estimate(found.values(ticket) or [np.nan]).mean:.2f} {found.unit}. "
+      f"{estimate(found.values(ticket) or [np.nan]).mean:.2f}{found.suffix}. "
       f"Against: {'; '.join(parts) or 'nothing'}."
     )
     sentences += _lines_between(found, ticket, late)
@@ -191,7 +191,7 @@ def _lines_between(found: Findings, ticket: Cell, late: str) -> list[str]:
     sentences.append(
       f"Two trainings of the ticket {words}, at {percent(ticket.sparsity)}: on "
       f"the line between them the {found.metric} falls by at most "
-      f"{gap.mean:.2f} {found.unit} below the straight line "
+      f"{gap.mean:.2f}{found.suffix} below the straight line "
       f"[{gap.low:.2f}, {gap.high:.2f}]. Their pool, weighted on training "
       f"batches, against the ticket: {signed(pooled)}."
     )
@@ -211,8 +211,18 @@ def pictures(found: Findings) -> dict[str, Any]:
       points.setdefault(cell.algorithm, []).append((cell.sparsity, values))
   styles = drawing.styles(list(points))
   curves = [drawing.Curve(k, v, styles[k]) for k, v in points.items()]
-  drawing.draw(left, curves, "sparsity", label)
-  left.legend(loc="best", fontsize=7)
+  levels = {place for found_at in points.values() for place, _ in found_at}
+  if len(levels) == 1:  # one above the other, they could not be told apart
+    apart = [
+      c._replace(points=[(i, values) for _, values in c.points])
+      for i, c in enumerate(curves)
+    ]
+    drawing.draw(left, apart, f"at {percent(levels.pop())}", label)
+    left.set_xticks(range(len(apart)), [*points], rotation=60, ha="right")
+    left.tick_params(axis="x", labelsize=7)
+  else:
+    drawing.draw(left, curves, "sparsity", label)
+    left.legend(loc="best", fontsize=7)
   left.set_title("The ticket and its controls")
   lines = _paths(found)
   styles = drawing.styles(list(lines))

@@ -118,7 +118,7 @@ def verdict(found: Findings) -> list[str]:
     sentences.append(
       f"At {percent(sparsity)} the best sparse-to-sparse row "
       f"({early.algorithm}) against the best dense-to-sparse row "
-      f"({late.algorithm}): {signed(gain)} {found.unit} ({judged(gain)}), at "
+      f"({late.algorithm}): {signed(gain)}{found.suffix} ({judged(gain)}), at "
       f"{_flops(found, early):.2f} against {_flops(found, late):.2f} of "
       f"dense's training FLOPs{_measured(found, early, late)}."
     )

@@ -12,9 +12,10 @@ import numpy as np
 import optax
 
 from jaxpruner import _tools
-from jaxpruner.compare.tasks import base
+from jaxpruner.compare.tasks import base, narrowing
 
 PyTree = Any
+CHANNELS = "channels"  # a narrower network that the library finds
 WIDTHS = 128  # `narrower` is called with multiples of 1 / WIDTHS
 # Names under which batches of common loaders hold the network's inputs.
 INPUTS = ("x", "image", "images", "inputs", "input_ids", "tokens")
@@ -32,7 +33,7 @@ class Functions:
   test: Callable[[], Iterable[Any]] | None = None
   inputs: Callable[[Any], Any] | None = None
   optimizer: Any = None
-  narrower: Callable[[float], Mapping[str, Any]] | None = None
+  narrower: Callable[[float], Mapping[str, Any]] | str | None = None
   has_state: bool = False
   name: str = "task"
   metric: str = "accuracy"
@@ -49,8 +50,11 @@ class Functions:
         raise ValueError(f"{name}={getattr(self, name)!r:.60} must be callable")
     for name in ("test", "inputs", "narrower"):
       value = getattr(self, name)
+      if name == "narrower" and value == CHANNELS:
+        continue
       if value is not None and not callable(value):
-        raise ValueError(f"{name}={value!r:.60} must be a function")
+        also = f", or {CHANNELS!r}" if name == "narrower" else ""
+        raise ValueError(f"{name}={value!r:.60} must be a function{also}")
     if self.batching not in ("auto", "map", "vmap"):
       raise ValueError(f"batching={self.batching!r}: need auto, map or vmap")
     if not self.name or ":" in self.name or "/" in self.name:
@@ -124,7 +128,7 @@ def _with_axis(fn: Callable[..., Any], name: str) -> Callable[..., Any]:
 @functools.lru_cache(maxsize=256)
 def _narrowed(functions: Functions, width: int) -> Functions:
   """Return the functions at a width; `WIDTHS` is the network itself."""
-  if width == WIDTHS or functions.narrower is None:
+  if width == WIDTHS or not callable(functions.narrower):
     return functions
   changed = functions.narrower(width / WIDTHS)
   if not isinstance(changed, Mapping):
@@ -155,6 +159,10 @@ class FunctionTask(base.Task):
 
   width: int = WIDTHS
   functions: Any = None
+
+  def __post_init__(self):
+    if self.functions is not None:
+      _ = self._own  # a rule may compute, which it cannot inside a trace
 
   @property
   def _own(self) -> Functions:
@@ -331,8 +339,9 @@ def task(
       and cosine decay).
     **rest: `test` (a function that returns the batches to evaluate on),
       `inputs` (batch -> what `apply` takes), `optimizer` (an Optax optimizer,
-      or steps -> one), `narrower` (width factor in (0, 1] -> dict of those
-      arguments that change, for the small dense baseline), `has_state`,
+      or steps -> one), `narrower` (for the small dense baseline: width factor
+      in (0, 1] -> dict of those arguments that change; or "channels", where
+      the functions take weights of any width), `has_state`,
       `name`, `metric` ("accuracy"), `unit`, `higher_is_better`,
       `distribution` ("erk"), `pruning` (further keys of the updater's
       configuration, such as `custom_sparsity_map`), `batching`: seeds train
@@ -372,6 +381,11 @@ def task(
     raise ValueError(f"steps={steps!r}: must be a whole number")
   functions = Functions(init, apply, loss, batches, evaluate, **rest)
   _ = functions.from_step  # refuse a wrong signature now
-  return FunctionTask(
+  made = FunctionTask(
     steps=int(steps), learning_rate=learning_rate, functions=functions
   )
+  if functions.narrower != CHANNELS:
+    return made
+  rule = narrowing.Channels(made)
+  found = dataclasses.replace(functions, narrower=rule)
+  return dataclasses.replace(made, functions=found)
