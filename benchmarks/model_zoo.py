@@ -75,7 +75,7 @@ def unet(o: Any, x: Any) -> Any:
 
 
 def bert(o: Any, x: Any) -> Any:
-  """Four of BERT-base's blocks: width 768, 12 heads, hidden 3072."""
+  """Four of BERT-base's blocks on 128 tokens: width 768, hidden 3072."""
   width, heads = 768, 12
   for i in range(4):
     name = f"block{i}"
@@ -88,11 +88,11 @@ def bert(o: Any, x: Any) -> Any:
 
 
 def bert_vector(o: Any, x: Any) -> Any:
-  """The same blocks on one token."""
+  """Four of BERT-base's blocks on one token."""
   return bert(o, x)
 
 
-# Name: the model, its input's shape in JAX, whether `Onnx` can write it.
+# Name: the model, and the shape of its input in JAX.
 MODELS: dict[str, tuple[Callable[..., Any], tuple[int, ...]]] = {
   "resnet50": (resnet50, (1, 224, 224, 3)),
   "mobilenet": (mobilenet, (1, 224, 224, 3)),

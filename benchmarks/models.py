@@ -3,13 +3,14 @@
   python benchmarks/models.py                           (about 15 minutes)
   python benchmarks/models.py --only bert-1 --cores 1   (some rows)
   python benchmarks/models.py --rivals PYTHON           (with rivals, see below)
+  python benchmarks/models.py --only                    (the page, of old rows)
 
 Every layer of a model loses the same share of its weights, at random; only the
 speed is looked at, which depends on how many are left and not on which. First
 convolutions, depthwise ones and biases stay dense. Each row has a process of
 its own, bound to its cores. In it the jitted dense model, the accelerated one
-and the rivals take turns, after their outputs were compared. Rivals run in a
-second process by the interpreter PYTHON, with `onnx` and one or both of
+and the rivals take turns, after their outputs were compared. Rivals run in
+processes of their own by the interpreter PYTHON, with `onnx` and one or both of
 `onnxruntime` and `deepsparse`; they get the same model from `model_zoo.py`, the
 dense ones with its zeros. Rows replace those of `docs/results/models.json`; the
 page is made of all of them.
@@ -161,47 +162,39 @@ MODELS = model_zoo.MODELS | {
 
 
 class Rivals:
-  """The rivals' process.
+  """A rival's process.
 
   Args:
     python: its interpreter.
-    name: the model.
-    weights: arrays by name.
-    x: the input.
+    rival: its name.
+    model: the name of the model.
     cores: how many threads.
-    folder: for its files.
+    folder: where the weights are, and for its files.
   """
 
-  def __init__(self, python, name, weights, x, cores, folder):
-    np.savez(folder / "weights.npz", x=x, **weights)
+  def __init__(self, python, rival, model, cores, folder):
     script = pathlib.Path(__file__).with_name("rival_models.py")
-    probe = (
-      "import importlib.util as u; "
-      f"print(*[n for n in {RIVALS} if u.find_spec(n)])"
-    )
-    found = subprocess.run(
-      [python, "-c", probe], capture_output=True, text=True, check=True
-    )
-    self.names = found.stdout.split()
+    log = folder / f"{rival}.log"
     self._process = subprocess.Popen(
       [
-        python, str(script), name, str(folder / "weights.npz"), str(folder),
-        str(cores), *self.names,
+        python, str(script), model, str(folder / "weights.npz"), str(folder),
+        str(cores), rival,
       ],
       stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-      stderr=(folder / "log").open("w"), text=True,
+      stderr=log.open("w"), text=True,
     )  # fmt: skip
-    if self._answer() != "ready":
-      raise RuntimeError((folder / "log").read_text()[-2000:])
+    self.ready = self._answer() == "ready"
+    if not self.ready:
+      print(f"{rival} on {model}: {log.read_text()[-500:]}", file=sys.stderr)
 
   def _answer(self) -> str:
     assert self._process.stdout is not None
     return self._process.stdout.readline().strip()
 
-  def seconds(self, rival: str) -> float:
-    """Run a rival once."""
+  def seconds(self) -> float:
+    """Run the model once."""
     assert self._process.stdin is not None
-    print(rival, file=self._process.stdin, flush=True)
+    print(file=self._process.stdin, flush=True)
     return float(self._answer())
 
   def close(self) -> None:
@@ -214,18 +207,21 @@ class Rivals:
 @contextlib.contextmanager
 def started(
   python: str | None, name: str, weights: Any, x: np.ndarray, cores: int
-) -> Iterator[tuple[Rivals | None, pathlib.Path]]:
-  """Start the rivals' process, if there is an interpreter for it."""
+) -> Iterator[tuple[dict[str, Rivals], pathlib.Path]]:
+  """Start the rivals that can run the model, if there is an interpreter."""
   with tempfile.TemporaryDirectory() as place:
     folder = pathlib.Path(place)
-    rivals = None
+    running: dict[str, Rivals] = {}
     if python:
-      rivals = Rivals(python, name, weights, x, cores, folder)
+      np.savez(folder / "weights.npz", x=x, **weights)
+      running = {
+        rival: Rivals(python, rival, name, cores, folder) for rival in RIVALS
+      }
     try:
-      yield rivals, folder
+      yield {n: r for n, r in running.items() if r.ready}, folder
     finally:
-      if rivals is not None:
-        rivals.close()
+      for rival in running.values():
+        rival.close()
 
 
 def timed(run: Callable[[], Any]) -> tuple[float, float]:
@@ -265,18 +261,15 @@ def measure(
   extern = name in model_zoo.MODELS
   arguments = name, drawn.weights, np.asarray(x), cores
   with started(python if extern else None, *arguments) as (rivals, folder):
-    others: dict[str, list[float]] = {}
-    if rivals is not None:
-      others = {r: [] for r in rivals.names}
-      for r in others:
-        check(r, np.load(folder / f"{r}.npy").reshape(want.shape), want)
+    others: dict[str, list[float]] = {rival: [] for rival in rivals}
+    for r in others:
+      check(r, np.load(folder / f"{r}.npy").reshape(want.shape), want)
     start = time.perf_counter()
     while time.perf_counter() - start < least or len(taken["ours"]) < 5:
       for n, run in runs.items():
         taken[n].append(timed(run))
       for r, seconds in others.items():
-        assert rivals is not None
-        seconds.append(rivals.seconds(r))
+        seconds.append(rivals[r].seconds())
   dense_kept = [l for l in report.layers if l.format == "dense"]
   return {
     "model": name, "sparsity": sparsity, "cores": cores,
@@ -332,16 +325,22 @@ def sections(rows: list[dict[str, Any]]) -> list[str]:
     for (m, s), rules in reasons.items()
     for rule, paths in rules.items()
   ]
+  seen = {r["model"] for r in rows}
   docs = {n: (m.__doc__ or "").split("\n")[0] for n, (m, _) in MODELS.items()}
+  listed = "\n".join(f"- `{n}`: {t}" for n, t in docs.items() if n in seen)
+  missing = ", ".join(f"`{n}`" for n in MODELS if n not in seen)
+  if missing:
+    listed += f"\n\nNot measured yet: {missing}."
   return [
     "Medians, in turns, each row in a process bound to its cores; ONNX Runtime "
     "runs the dense model, DeepSparse the sparse one. Above 1 is faster than "
     "the other. Weights are random and pruned at random, layer by layer. On "
     "one core a wall time far above the CPU time tells of other work on the "
     "machine: then the ratio of CPU times is the better one, and the rivals', "
-    "which are of wall time, say little.",
+    "which are of wall time, say little. Rows carry their date; the minutes "
+    "are those of the last call.",
     page.table(head, lines),
-    "\n".join(f"- `{n}`: {text}" for n, text in docs.items()),
+    listed,
     "## What stays dense, and why",
     page.table(["model", "sparsity", "reason", "layers", "such as"], why),
   ]
@@ -353,7 +352,7 @@ def _some(paths: list[str]) -> str:
 
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__)
-  parser.add_argument("--only", nargs="+", default=list(MODELS), metavar="NAME")
+  parser.add_argument("--only", nargs="*", default=list(MODELS), metavar="NAME")
   parser.add_argument("--cores", nargs="+", type=int, default=list(CORES))
   parser.add_argument("--sparsities", nargs="+", type=float, default=SPARSITIES)
   parser.add_argument("--rivals", metavar="PYTHON")

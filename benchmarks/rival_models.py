@@ -1,10 +1,10 @@
 """The process of a rival for `models.py`, in an environment of its own.
 
-  python benchmarks/rival_models.py NAME WEIGHTS.npz FOLDER THREADS RIVAL...
+  python benchmarks/rival_models.py NAME WEIGHTS.npz FOLDER THREADS RIVAL
 
-It writes the model as ONNX, compiles it with each rival (`onnxruntime`,
-`deepsparse`), stores their outputs in FOLDER, and then runs the rival whose
-name comes in a line, answering with the seconds.
+It writes the model as ONNX, compiles it with the rival (`onnxruntime` or
+`deepsparse`), stores its output in FOLDER, and then runs it once for each line
+that comes, answering with the seconds.
 """
 
 import contextlib
@@ -42,24 +42,22 @@ RIVALS = {"onnxruntime": onnxruntime, "deepsparse": deepsparse}
 
 
 def main() -> None:
-  name, weights, place, threads, *rivals = sys.argv[1:]
+  name, weights, place, threads, rival = sys.argv[1:]
   folder = pathlib.Path(place)
   model, shape = model_zoo.MODELS[name]
   arrays = dict(np.load(weights))
   x = arrays.pop("x")
   if x.ndim == 4:
     x = np.ascontiguousarray(x.transpose(0, 3, 1, 2))
-  path = str(folder / "model.onnx")
+  path = str(folder / f"{rival}.onnx")
   # Only answers may go to the standard output.
   answers = sys.stdout
   with contextlib.redirect_stdout(sys.stderr):
     model_zoo.Onnx(arrays).save(model, shape, path)
-    runs = {r: RIVALS[r](path, int(threads)) for r in rivals}
-    for rival, run in runs.items():
-      np.save(folder / f"{rival}.npy", run(x))
+    run = RIVALS[rival](path, int(threads))
+    np.save(folder / f"{rival}.npy", run(x))
   print("ready", file=answers, flush=True)
-  for line in sys.stdin:
-    run = runs[line.strip()]
+  for _ in sys.stdin:
     start = time.perf_counter()
     run(x)
     print(time.perf_counter() - start, file=answers, flush=True)
