@@ -10,6 +10,7 @@ import numpy as np
 from jaxpruner.sparse import _choose, formats
 from jaxpruner.sparse._parts import Parts
 from jaxpruner.sparse._recording import Use
+from jaxpruner.sparse._taps import Taps
 from jaxpruner.sparse.formats import Sparse
 from jaxpruner.sparse.reports import LayerReport
 
@@ -151,6 +152,8 @@ def _whole(leaf: Leaf, clock: Clock) -> tuple[Any, list[LayerReport]]:
   why = _unfit(dense, leaf.uses)
   if why is not None:
     return leaf.stays(why, sparsity)
+  if leaf.uses[0].operation == "taps":
+    return _depthwise(leaf, kept, sparsity, clock)
   products = [u for u in leaf.uses if u.operation != "take"]
   use = max(products, key=lambda u: int(np.prod(u.x.shape)))
   sample = kept[0] if use.stacked else kept
@@ -183,6 +186,35 @@ def _whole(leaf: Leaf, clock: Clock) -> tuple[Any, list[LayerReport]]:
   ]  # fmt: skip
 
 
+def _depthwise(
+  leaf: Leaf, kept: np.ndarray, sparsity: float, clock: Clock
+) -> tuple[Any, list[LayerReport]]:
+  """Time a depthwise convolution by XLA and tap by tap."""
+  use = max(leaf.uses, key=lambda u: int(np.prod(u.x.shape)))
+  value = jax.numpy.asarray(leaf.masked)
+  key = _choose.key(value, kept, use, {"taps": {}}, False)
+  times = clock.timings.get(key, ("dense", "taps"))
+  if times is None:
+    x = jax.random.normal(jax.random.key(0), use.x.shape).astype(use.x.dtype)
+    product = jax.jit(use.run)
+    times = clock.timer(
+      {
+        "dense": lambda: product(x, value),
+        "taps": lambda: product(x, Taps(value)),
+      }
+    )
+    clock.timings.table[key] = times
+  if _choose.fastest(times) == "dense":
+    return leaf.stays("dense is fastest of 2", sparsity, times)
+  size = value.nbytes
+  return Taps(value), [
+    LayerReport(
+      leaf.name, value.shape, sparsity, "taps",
+      "depthwise: a dense sum over the taps is faster", size, size, times,
+    )
+  ]  # fmt: skip
+
+
 def _refusal(uses: Sequence[Use]) -> str | None:
   """Return why some use needs the weight whole and dense, or None."""
   products = any(u.operation in ("dot", "conv") for u in uses)
@@ -197,6 +229,10 @@ def _unfit(dense: np.ndarray, uses: Sequence[Use]) -> str | None:
   refused = _refusal(uses)
   if refused is not None:
     return refused
+  kinds = {u.operation for u in uses}
+  if "taps" in kinds:
+    several = "used by a depthwise convolution and in other ways"
+    return several if len(kinds) > 1 else None
   products = [u for u in uses if u.operation in ("dot", "conv")]
   if not products:
     return "only looked up: rows are read one at a time, nothing is multiplied"

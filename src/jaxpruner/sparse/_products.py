@@ -13,9 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpruner.sparse import _parts, ops
+from jaxpruner.sparse import _parts, _taps, ops
 from jaxpruner.sparse._parts import Parts
 from jaxpruner.sparse._recording import Piece, Recorder
+from jaxpruner.sparse._taps import Taps
 from jaxpruner.sparse.formats import Sparse
 
 # Products of a batch, groups of a convolution, experts: each becomes a product
@@ -150,14 +151,24 @@ class Conv:
     groups = self._params["feature_group_count"]
     if isinstance(w, Parts):
       return self._by_part(x, w, groups)
+    if isinstance(w, Taps) and self._is_depthwise(w):
+      return _taps.conv(x, w.values, self._params)
     if not isinstance(w, Recorder):
       return self._run(x, w, groups)
     if groups == 1:
       contract = ops.conv_contract(self._spec)
-      w.record("conv", contract, x, lambda x, w: self._run(x, w, 1))
+      run = lambda x, w: self._run(x, w, 1)
+      w.record("conv", contract, x, run, features=self._features())
     else:
       self._record_groups(x, w, groups)
     return self._run(x, w.dense, groups)
+
+  def _features(self) -> tuple[int, int]:
+    return self._spec.lhs_spec[1], self._spec.out_spec[1]
+
+  def _is_depthwise(self, w: Any) -> bool:
+    many = self._params["feature_group_count"] > 1
+    return many and w.shape[self._spec.rhs_spec[1]] == 1
 
   def _run(self, x: Any, w: Any, groups: int) -> Any:
     params: dict[str, Any] = {**self._params, "feature_group_count": groups}
@@ -168,7 +179,10 @@ class Conv:
     width = w.shape[out] // groups
     taps = int(np.prod([w.shape[d] for d in space]))
     if w.shape[into] == 1:
-      w.refuse(f"depthwise: {taps} weights per channel, nothing to gain")
+      if taps > _taps.MOST or w.stacked:
+        w.refuse(f"depthwise: {taps} weights per channel, nothing to gain")
+      else:
+        w.record("taps", [into], x, self)
       return
     weights = taps * w.shape[into] * width
     if weights < MIN_GROUP or groups > MAX_PARTS:
@@ -183,7 +197,8 @@ class Conv:
     contract = ops.conv_contract(self._spec)
     for i in range(groups):
       piece = Piece(out, i * width, (i + 1) * width)
-      w.record("conv", contract, one, lambda x, w: self._run(x, w, 1), piece)
+      run = lambda x, w: self._run(x, w, 1)
+      w.record("conv", contract, one, run, piece, self._features())
 
   def _by_part(self, x: Any, w: Parts, groups: int) -> Any:
     out = self._spec.rhs_spec[0]

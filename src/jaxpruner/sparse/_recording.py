@@ -42,6 +42,8 @@ class Use:
   run: Any = None  # run(x, w) repeats the product
   piece: Piece | None = None  # what is used; None: all of it
   why: str = ""  # why it can't be replaced
+  # The axes of the features of an image and of its convolution.
+  features: tuple[int, int] | None = None
 
 
 class Transpose(NamedTuple):
@@ -120,6 +122,7 @@ class Recorder(Movable):
     x: Any = None,
     product: Callable[[Any, Any], Any] | None = None,
     piece: Piece | None = None,
+    features: tuple[int, int] | None = None,
   ) -> None:
     """Record a use in terms of the parameter's own axes."""
     steps = self.steps
@@ -135,8 +138,11 @@ class Recorder(Movable):
     shape = None if x is None else jax.ShapeDtypeStruct(x.shape, x.dtype)
     axes, piece = found
     self.uses.append(
-      Use(operation, tuple(axes), self.stacked, shape, run, piece)
-    )
+      Use(
+        operation, tuple(axes), self.stacked, shape, run, piece,
+        features=features,
+      )
+    )  # fmt: skip
 
 
 def _origin(

@@ -154,8 +154,8 @@ def _row_blocks(job, begin, end, scratch):
 
 
 @jit
-def _blocks(job, panels, first, last, begin, end, scratch):
-  """Compute blocks of columns for the packed panels first … last - 1."""
+def sum_blocks(job, panels, first, last, begin, end, scratch):
+  """Sum blocks of columns for the packed panels first … last - 1."""
   bw, tiles, block = field(job, BW), field(job, TILES), field(job, BLOCK)
   for t in range(tiles):
     for p in range(first, last):
@@ -164,6 +164,13 @@ def _blocks(job, panels, first, last, begin, end, scratch):
         at = (p - first) * (end - begin) + group - begin
         sums = scratch + 4 * at * block * bw
         _tile(job, group * tiles + t, panel, sums)
+
+
+@jit
+def _blocks(job, panels, first, last, begin, end, scratch):
+  """Compute blocks of columns for the packed panels first … last - 1."""
+  bw, block = field(job, BW), field(job, BLOCK)
+  sum_blocks(job, panels, first, last, begin, end, scratch)
   for p in range(first, last):
     for group in range(begin, end):
       at = (p - first) * (end - begin) + group - begin

@@ -389,6 +389,33 @@ def transpose(width: int) -> Any:
   return f
 
 
+def copy(stride: int) -> Any:
+  """Make `f(source, target)`: copy one vector of every `stride`-th float.
+
+  It reads `stride` whole vectors.
+  """
+  kind = _vector(F32, WIDTH)
+
+  @intrinsic
+  def f(_, source, target):
+    def emit(context, b, signature, args):
+      source, target = args
+      parts = [
+        _load(b, b.add(source, I64(4 * WIDTH * i)), kind, 4)
+        for i in range(stride)
+      ]
+      value = parts[0]
+      if stride == 2:
+        even = ir.Constant(_vector(I32, WIDTH), list(range(0, 2 * WIDTH, 2)))
+        value = b.shuffle_vector(*parts, even)
+      _store(b, value, target)
+      return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), emit
+
+  return f
+
+
 def batch_rows(b: Any, rows: int, x: Any, stride: Any, last: Any) -> list:
   """Return where each row of a batch begins; the last stands in for others."""
   starts = []

@@ -46,12 +46,13 @@ def _without_locations() -> Iterator[None]:
 @functools.cache
 def register_trees() -> None:
   """Let `jax.export` store functions that take or return sparse weights."""
-  from jaxpruner.sparse import _parts  # which needs `kernels`
+  from jaxpruner.sparse import _parts, _taps  # which need `kernels`
 
   kinds = {
     "tensor": formats.SparseTensor,
     "stacked": _parts.Stacked,
     "parts": _parts.Parts,
+    "taps": _taps.Taps,
   }
   kinds |= {f"format.{name}": kind for name, kind in formats.FORMATS.items()}
   for name, kind in kinds.items():

@@ -18,7 +18,8 @@ from jaxpruner.sparse.formats import SparseMatrix
 # number is the version of the call: its operands, results and room for scratch.
 # A saved program states the version it calls.
 KERNELS = {
-  "sell": 1, "sell_back": 1, "bitmask": 1, "panel": 1, "int8": 1, "nm": 1,
+  "sell": 1, "sell_back": 1, "sell_conv": 1, "bitmask": 1, "panel": 1,
+  "int8": 1, "nm": 1,
 }  # fmt: skip
 
 

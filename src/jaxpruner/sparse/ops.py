@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpruner.program import windows
+from jaxpruner.sparse import _planes
 from jaxpruner.sparse.formats import Sparse, SparseMatrix, SparseTensor
 
 Array = jax.Array
@@ -142,8 +143,9 @@ def conv_general_dilated(
 ) -> Array:
   """Compute `jax.lax.conv_general_dilated` with a sparse kernel.
 
-  The windows of the input become the rows of a matrix, which is multiplied by
-  the kernel. The kernel must be packed with `contract=conv_contract(spec)`;
+  A kernel of single weights is multiplied by compiled code that finds its
+  windows in the image; for other formats the windows become the rows of a
+  matrix. The kernel must be packed with `contract=conv_contract(spec)`;
   otherwise, and for grouped convolutions, it is decoded.
 
   Args:
@@ -201,6 +203,10 @@ def conv_general_dilated(
   padding = windows.pads(
     padding, sizes, window, window_strides, lhs_dilation, rhs_dilation
   )
+  geometry = spec, window, window_strides, padding, lhs_dilation, rhs_dilation
+  y = _by_planes(lhs, folded, geometry, preferred_element_type)
+  if y is not None:
+    return y
   rows = windows.rows(
     lhs,
     spec.lhs_spec,
@@ -215,6 +221,35 @@ def conv_general_dilated(
   out = spec.out_spec
   order = np.argsort([out[0], *out[2:], out[1]]).tolist()
   return jnp.transpose(y, order)
+
+
+def _by_planes(
+  x: Array, w: SparseTensor, geometry: Any, dtype: Any
+) -> Array | None:
+  """Convolve an image channel by channel; None if there is no kernel for it.
+
+  XLA keeps this layout from one such convolution to the next.
+  """
+  spec, window, strides, padding, lhs_dilation, rhs_dilation = geometry
+  wide = jnp.result_type(x, w.dtype if dtype is None else dtype)
+  if len(window) != 2 or wide not in (jnp.float32, jnp.bfloat16, jnp.float16):
+    return None
+  where = _planes.Windows(tuple(window), tuple(strides), tuple(rhs_dilation))
+  image = jnp.transpose(
+    x, (spec.lhs_spec[1], spec.lhs_spec[0], *spec.lhs_spec[2:])
+  )
+  edges = [
+    (low, high, d - 1)
+    for (low, high), d in zip(padding, lhs_dilation, strict=True)
+  ]
+  zero = jnp.zeros((), x.dtype)
+  image = jax.lax.pad(image, zero, [(0, 0, 0), (0, 0, 0), *edges])
+  positions = image.shape[1] * int(np.prod(where.out(image.shape)))
+  if not _planes.fits(w.matrix, positions):
+    return None
+  y = _planes.conv(image.astype(jnp.float32), w.matrix, where).astype(wide)
+  out = spec.out_spec
+  return jnp.transpose(y, np.argsort([out[1], out[0], *out[2:]]).tolist())
 
 
 def conv_contract(spec: Any) -> tuple[int, ...]:
