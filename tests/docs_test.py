@@ -218,8 +218,8 @@ def test_every_method_of_the_base_class_says_args_returns_and_an_example():
   base = jaxpruner.BaseUpdater
   methods = {
     name: method
-    for name, method in vars(base).items()
-    if inspect.isfunction(method) and not name.startswith("_")
+    for name, method in inspect.getmembers(base, inspect.isfunction)
+    if not name.startswith("_")
   }
   lacking = {name: lacks(method) for name, method in methods.items()}
   assert not {name: what for name, what in lacking.items() if what}

@@ -51,7 +51,8 @@ ROOMS = {
   ],
   "updater": [
     "state", "prunable", "masks", "ranking", "moments", "hidden", "draw",
-    "seeds", "checks", "selecting", "start", "at_once", "transform", "__init__",
+    "seeds", "checks", "selecting", "start", "at_once", "transform", "hooks",
+    "__init__",
   ],
 }  # fmt: skip
 # Packages that import nothing of this library but themselves.

@@ -1,10 +1,11 @@
 """What stands behind `BaseUpdater`. To read a step, start with `transform`.
 
 transform   the step of `wrap_optax`: scores, masks, optimizer, zeros, state
+hooks       what an algorithm may define, and what is done if it does not
 prunable    `Prunable`, the leaves that an algorithm handles, and how it is made
 selecting   from scores to masks
 ranking     one ranking over all leaves together
-masks       new masks in a state, and the counts of what they change
+masks       masks applied, held, replaced, and counted
 hidden      weights that the state trains and params show otherwise
 moments     the optimizer's state, weight by weight
 state       `SparseState`, `Category`; a mask applied to a weight

@@ -13,9 +13,10 @@ from jaxpruner import _leaves, sparsity_schedules
 from jaxpruner._leaves import PyTree, is_absent
 from jaxpruner.sparsity_distributions import stacking
 from jaxpruner.updater import hidden, moments
+from jaxpruner.updater.masks import check_masks
 from jaxpruner.updater.prunable import Prunable
 from jaxpruner.updater.seeds import check_seed
-from jaxpruner.updater.state import SparseState, check_fit
+from jaxpruner.updater.state import SparseState
 
 _SWITCHES = (
   "skip_gradients",
@@ -137,26 +138,6 @@ def check_scores(updater: Any, view: Prunable, scores: PyTree) -> None:
         f"scores of {_leaves.join(names)!r} are {found}; "
         f"{type(updater).__name__}.calculate_scores must return real numbers "
         f"of the parameter's shape {param.shape}"
-      )
-
-
-def check_masks(
-  params: PyTree, masks: PyTree, is_packed: bool, targets: PyTree = None
-) -> None:
-  """Raise if a mask does not fit its parameter, or is missing."""
-  for (names, param), mask, target in zip(
-    _leaves.flatten_with_names(params)[0],
-    _leaves.align(params, masks),
-    _leaves.align(params, targets, "target_sparsities"),
-    strict=True,
-  ):
-    if mask is not None:
-      check_fit(mask, param.shape, is_packed, _leaves.join(names))
-    elif target is not None:
-      raise ValueError(
-        f"params leaf {_leaves.join(names)!r}: the state holds a target "
-        "sparsity but no mask; restore checkpoints into the structure that "
-        "tx.init(params) gives"
       )
 
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxpruner import _leaves
 from jaxpruner._leaves import PyTree
 from jaxpruner.updater.prunable import Prunable
-from jaxpruner.updater.state import SparseState
+from jaxpruner.updater.state import SparseState, masked_forward
 
 
 def hides(updater: Any) -> bool:
@@ -53,6 +53,13 @@ def copies(updater: Any, view: Prunable) -> PyTree:
 
   leaves = jax.tree.leaves(view.params)
   return _leaves.fill(view.params, [copy(*pair) for pair in enumerate(leaves)])
+
+
+def masked_view(updater: Any, params: PyTree, state: SparseState) -> PyTree:
+  """Return params to look at; see `BaseUpdater.pre_forward_update`."""
+  if not (updater.straight_through and jax.tree.leaves(state.masks)):
+    return params
+  return updater.view(params).map(masked_forward, params, state.masks)
 
 
 def dense(updater: Any, params: PyTree, state: SparseState) -> PyTree:

@@ -1,4 +1,4 @@
-"""New masks in a state, and the counts of what they change."""
+"""Masks in force: applied, held, replaced, and counted."""
 
 import functools
 import math
@@ -9,13 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpruner import _leaves, engine, mask_calculator
-from jaxpruner._leaves import ABSENT
+from jaxpruner._leaves import ABSENT, PyTree
 from jaxpruner.updater.prunable import Prunable
 from jaxpruner.updater.state import (
   Array,
   Masks,
   SparseState,
   Tally,
+  apply_mask,
+  check_fit,
   unpack_mask,
 )
 
@@ -112,6 +114,44 @@ def _count_each(view: Prunable, masks: Masks) -> Array:
   """Return the number of ones of every prunable leaf, layers one by one."""
   counts = [count_ones(*pair) for pair in _stored(view, masks).values()]
   return jnp.concatenate([jnp.atleast_1d(count) for count in counts])
+
+
+def check_masks(
+  params: PyTree, masks: PyTree, is_packed: bool, targets: PyTree = None
+) -> None:
+  """Raise if a mask does not fit its parameter, or is missing."""
+  for (names, param), mask, target in zip(
+    _leaves.flatten_with_names(params)[0],
+    _leaves.align(params, masks),
+    _leaves.align(params, targets, "target_sparsities"),
+    strict=True,
+  ):
+    if mask is not None:
+      check_fit(mask, param.shape, is_packed, _leaves.join(names))
+    elif target is not None:
+      raise ValueError(
+        f"params leaf {_leaves.join(names)!r}: the state holds a target "
+        "sparsity but no mask; restore checkpoints into the structure that "
+        "tx.init(params) gives"
+      )
+
+
+def masked(
+  updater: Any, tree: PyTree, masks: Masks, is_packed: bool | None = None
+) -> PyTree:
+  """Return a masked tree; see `Hooks.apply_masks`."""
+  packed: bool = updater.use_packed_masks if is_packed is None else is_packed
+  check_masks(tree, masks, packed)
+  return _leaves.map_masks(
+    lambda _, param, mask: apply_mask(param, mask, packed), tree, masks
+  )
+
+
+def sparse_gradients(updater: Any, grads: PyTree, state: SparseState) -> PyTree:
+  """Return the gradients; those of pruned weights are zero if asked for."""
+  if not updater.is_sparse_gradients:
+    return grads
+  return updater.apply_masks(grads, state.masks)
 
 
 def hold_at_zero(

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxpruner import engine, sparsity_types
+from jaxpruner import _legacy, engine, mask_calculator, sparsity_types
 from jaxpruner._leaves import PyTree
 from jaxpruner.updater import checks, ranking
 from jaxpruner.updater.prunable import Prunable
@@ -88,3 +88,47 @@ def by_create_masks(
   masks = updater.create_masks(shown, view.put(None, sparsities))
   finite = jnp.stack([engine.all_finite(s) for s in scores])
   return engine.Selection(view.of(masks, packed=False), finite, hint)
+
+
+def create_masks(updater: Any, scores: PyTree, sparsities: Any) -> PyTree:
+  """Return masks of the highest scores; see `Hooks.create_masks`."""
+  if updater.ranking == "global" and isinstance(sparsities, float):
+    sparsities = _legacy.spread(updater, scores, sparsities)
+  view = updater.view(scores, sparsities)
+  found = keep_highest(updater, view, view.leaves, view.targets, None)
+  return view.put(None, found.masks)
+
+
+def new_masks(
+  updater: Any,
+  state: SparseState,
+  params: PyTree,
+  grads: PyTree,
+  extra: dict[str, Any],
+) -> SparseState:
+  """Return the state with new masks; see `Hooks.update_state`."""
+  view = updater.view(params)
+  if not view.names or updater.category.when == "before":
+    return state
+  scores = scores_of(updater, view, state, grads, extra)
+  wanted = updater.sparsities_at(view, state, state.count)
+  hint = state.stats.get("hint") if isinstance(state.stats, dict) else None
+  found = updater._select(view, scores, wanted, hint)
+  if hint is not None and found.hint is not None:
+    state = state._replace(stats={**state.stats, "hint": found.hint})
+  return updater._replace_masks(view, state, found.masks, found.finite)
+
+
+def sparsities_at(
+  updater: Any, view: Prunable, state: SparseState, step: Any
+) -> list[Any]:
+  """Return the sparsity of each leaf; see `Hooks.sparsities_at`."""
+  stored = view.of(state.target_sparsities, "target_sparsities")
+  if not stored:
+    return []
+  stored = jnp.stack([jnp.asarray(s, jnp.float32) for s in stored])
+  now = updater.scheduler.get_sparsity_at_step(stored, step)
+  return [
+    mask_calculator.AtStep(now[i], s) if isinstance(s, float) else now[i]
+    for i, s in enumerate(view.targets)
+  ]

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxpruner import mask_calculator
+from jaxpruner import _leaves, mask_calculator
 from jaxpruner._leaves import ABSENT, PyTree
-from jaxpruner.updater import checks, hidden, seeds
+from jaxpruner.updater import checks, hidden, seeds, selecting
 from jaxpruner.updater.masks import new_tally
 from jaxpruner.updater.state import SparseState
 
@@ -51,6 +51,18 @@ def first_state(updater: Any, params: PyTree) -> SparseState:
     explored=jax.tree.map(jnp.copy, masks) if tracked else ABSENT,
     tally=new_tally(view, masks, tracked),
   )
+
+
+def first_masks(updater: Any, params: PyTree, targets: PyTree) -> PyTree:
+  """Return the masks of step 0; see `Hooks.get_initial_masks`."""
+  view = updater.view(params, targets)
+  if updater.reselects and "gradients" not in updater.needs:
+    scores = view.of(selecting.calculate(updater, params), "scores")
+    state = SparseState(target_sparsities=targets, count=0)
+    wanted = updater.sparsities_at(view, state, 0)
+    return view.put(None, updater._select(view, scores, wanted).masks)
+  ones = lambda p: jnp.ones_like(p, dtype=mask_calculator.MASK_DTYPE)
+  return view.put(None, [_leaves.shard_like(ones(p), p) for p in view.leaves])
 
 
 def make_init(updater: Any, inner: Any) -> optax.TransformInitFn:
