@@ -95,7 +95,8 @@ def _four_sums(b: Any, parts: list[Any]) -> Any:
       )
       for choice in (low, high)
     ]
-    return b.fadd(*(b.shuffle_vector(x, y, mask) for mask in halves))
+    one, other = (b.shuffle_vector(x, y, mask) for mask in halves)
+    return b.fadd(one, other)
 
   pairs = [fold(*parts[i : i + 2], (0, 4, 1, 5), (2, 6, 3, 7)) for i in (0, 2)]
   total, width = fold(*pairs, (0, 1, 4, 5), (2, 3, 6, 7)), VECTOR
@@ -105,7 +106,8 @@ def _four_sums(b: Any, parts: list[Any]) -> Any:
       ir.Constant(ir.VectorType(I32, width), [*range(first, first + width)])
       for first in (0, width)
     )
-    total = b.fadd(*(b.shuffle_vector(total, total, mask) for mask in masks))
+    one, other = (b.shuffle_vector(total, total, mask) for mask in masks)
+    total = b.fadd(one, other)
   return total
 
 

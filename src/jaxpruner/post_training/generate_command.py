@@ -1,12 +1,12 @@
 """`jaxpruner generate FOLDER --prompt …`: write text with a model."""
 
 import argparse
-import pathlib
 import sys
 
 import jax.numpy as jnp
 
 from jaxpruner.post_training import (
+  calibration_text,
   contrib,
   evaluation,
   generation,
@@ -111,7 +111,7 @@ def _thresholds(args, model, encode) -> dict[str, float] | None:
   """Find thresholds on 8 windows of a text, or fewer if it is short."""
   if args.skip_inputs is None:
     return None
-  text = pathlib.Path(args.calibration).read_text(errors="ignore")
+  text = calibration_text.read(args.calibration)
   ids = encode(text[:20_000])
   context = getattr(model.config, "context", 256)
   rows = evaluation.windows(ids, max(1, min(256, context, len(ids))))[:8]
