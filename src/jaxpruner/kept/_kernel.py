@@ -98,13 +98,15 @@ def _four_sums(b: Any, parts: list[Any]) -> Any:
     one, other = (b.shuffle_vector(x, y, mask) for mask in halves)
     return b.fadd(one, other)
 
-  pairs = [fold(*parts[i : i + 2], (0, 4, 1, 5), (2, 6, 3, 7)) for i in (0, 2)]
-  total, width = fold(*pairs, (0, 1, 4, 5), (2, 3, 6, 7)), VECTOR
+  first, second = (
+    fold(parts[i], parts[i + 1], (0, 4, 1, 5), (2, 6, 3, 7)) for i in (0, 2)
+  )
+  total, width = fold(first, second, (0, 1, 4, 5), (2, 3, 6, 7)), VECTOR
   while width > 4:
     width //= 2
     masks = (
-      ir.Constant(ir.VectorType(I32, width), [*range(first, first + width)])
-      for first in (0, width)
+      ir.Constant(ir.VectorType(I32, width), [*range(start, start + width)])
+      for start in (0, width)
     )
     one, other = (b.shuffle_vector(total, total, mask) for mask in masks)
     total = b.fadd(one, other)
