@@ -2,12 +2,17 @@
 
     python benchmarks/generate.py
     python benchmarks/generate.py --llama /path/to/python --rounds 5
+    python benchmarks/generate.py --skip 0.4 --sparsities 0 0.5 --dry
 
 The model is pruned by magnitude per matrix: speed depends on where zeros are,
 not on how good the text is. Every variant writes the same number of tokens in
 turns, one after the other, so that a slow minute hits all of them; the median
 pace and the range over the turns are written to docs/results/generate.md. The
 embedding, tied to the head, is not pruned, but rounded with the others.
+
+With `--skip` there are only float32 steps, which also skip the smallest inputs
+of each product; thresholds come from 1,024 tokens of enwik8, and the perplexity
+of 2,048 later tokens is printed with and without.
 
 A step reads each weight once: the page tells the bytes of a token, what rate
 that is, and the rate at which two threads read memory without computing.
@@ -33,8 +38,14 @@ import jax.numpy as jnp
 import numpy as np
 import page
 
-from jaxpruner import sparse
-from jaxpruner.post_training import _step, generation, models
+from jaxpruner import datasets, sparse
+from jaxpruner.post_training import (
+  _step,
+  contrib,
+  evaluation,
+  generation,
+  models,
+)
 from jaxpruner.post_training.models import decoder, decoder_config, llama
 from jaxpruner.sparse import checkpoints
 
@@ -84,19 +95,44 @@ def pruned(weights: dict[str, np.ndarray], sparsity: float) -> dict[str, Any]:
   return found
 
 
-def writer(weights: dict[str, np.ndarray], args, **options):
+def hub_model(weights: dict[str, np.ndarray], dtype: Any = None):
   config = decoder_config.parse(CONFIG)
-  params = {k: jnp.asarray(v) for k, v in weights.items()}
-  if dtype := options.pop("dtype", None):
-    params = {k: v.astype(dtype) for k, v in params.items()}
-  model = models.HubModel(
+  params = {k: jnp.asarray(v, dtype) for k, v in weights.items()}
+  return models.HubModel(
     functools.partial(decoder.apply, config),
     params,
     dict.fromkeys(params),
     config,
     "SmolLM2-135M",
   )
+
+
+def writer(weights: dict[str, np.ndarray], args, dtype: Any = None, **options):
+  model = hub_model(weights, dtype)
   return generation.Writer(model, args.length, **options)
+
+
+def skipping(args) -> tuple[dict[str, Any], list[str]]:
+  """Return functions that write, and the perplexities with what they skip."""
+  encode = models.load("SmolLM2-135M").tokenizer.encode
+  text = datasets.load_enwik8()[40_000_000:40_040_000].tobytes()
+  rows = evaluation.windows(encode(text.decode("utf-8", "ignore")), 256)
+  weights, made, lines = as_folder(), {}, []
+  base = functools.partial(pace, writer(weights, args), args)
+  made["XLA dense, float32"] = base
+  for sparsity in args.sparsities:
+    model = hub_model(pruned(weights, sparsity))
+    levels = contrib.input_thresholds(model, [rows[:4]], sparsity=args.skip)
+    zeros = dict.fromkeys(levels, 0.0)
+    for name, found in (("", zeros), (f", {args.skip:.0%} skipped", levels)):
+      ready = generation.Writer(model, args.length, thresholds=found)
+      key = f"{sparsity:.0%}, float32 by inputs{name}"
+      made[key] = functools.partial(pace, ready, args)
+      named = {generation._level_of(k): v for k, v in found.items()}
+      params = model.params | named
+      value = evaluation.perplexity(model.apply_fn, params, rows[4:12])
+      lines.append(f"{key}: perplexity {value:.1f}")
+  return made, lines
 
 
 def read_rate(threads: int, size: int = 1 << 28) -> float:
@@ -268,11 +304,12 @@ def main() -> None:
   parser.add_argument(
     "--sparsities", nargs="*", type=float, default=[0.5, 0.7, 0.8]
   )
+  parser.add_argument("--skip", type=float, help="share of inputs to skip")
   parser.add_argument("--dry", action="store_true", help="write no page")
   args = parser.parse_args()
   start = time.perf_counter()
   with tempfile.TemporaryDirectory() as folder:
-    runs = variants(args)
+    runs, lines = skipping(args) if args.skip else (variants(args), [])
     read = {name: token_bytes(run.args[0]) for name, run in runs.items()}
     whole = 4 * sum(a.size for a in as_folder().values())
     read |= {"XLA dense, float32": whole, "XLA dense, bfloat16": whole // 2}
@@ -292,8 +329,10 @@ def main() -> None:
   sections = [
     pages_of(found, read),
     f"Reading alone, {args.threads} threads: {rate:.1f} GB/s.",
-    page.table(("file", "bytes / float32"), sizes(args)),
   ]
+  if not args.skip:
+    sections.append(page.table(("file", "bytes / float32"), sizes(args)))
+  sections += lines
   if args.dry:
     print("\n\n".join(sections))
   else:

@@ -216,6 +216,13 @@ def resident(word: str) -> int:
   return next(int(l.split()[1]) for l in lines if l.startswith(word)) * 1024
 
 
+def forget_peak() -> int:
+  """Return the bytes of memory held now; the peak is counted from here."""
+  gc.collect()
+  pathlib.Path("/proc/self/clear_refs").write_text("5")
+  return resident("VmRSS")
+
+
 def memory(args: argparse.Namespace) -> None:
   """Measure what pruning takes beside the model, in this fresh process."""
   model = models.load(args.model)
@@ -225,9 +232,7 @@ def memory(args: argparse.Namespace) -> None:
   whole = sum(x.nbytes for x in jax.tree.leaves(first))
   for turn in ("cold", "warm"):  # the walk is compiled anew in each turn
     params = jax.tree.map(np.array, first)
-    gc.collect()
-    before = resident("VmRSS")
-    pathlib.Path("/proc/self/clear_refs").write_text("5")  # forget the peak
+    before = forget_peak()
     _, masks, report = post_training.prune(
       model.apply_fn,
       params,
@@ -250,7 +255,6 @@ def memory(args: argparse.Namespace) -> None:
 
 def pruned(model, batches, method, sparsity, kind, args, refit=False):
   """Prune by a method, or by "method+blocks": block by block, then trained."""
-  start, cpu = time.perf_counter(), time.process_time()
   solver = method.removesuffix("+blocks")
   run: Any = functools.partial(post_training.prune, refit=refit)
   if solver != method:
@@ -260,6 +264,8 @@ def pruned(model, batches, method, sparsity, kind, args, refit=False):
       learning_rate=args.learning_rate,
       folder=args.keep and pathlib.Path(args.keep) / kind.replace(":", "-"),
     )
+  before = forget_peak()
+  start, cpu = time.perf_counter(), time.process_time()
   params, masks, report = run(
     model.apply_fn,
     model.params,
@@ -275,6 +281,7 @@ def pruned(model, batches, method, sparsity, kind, args, refit=False):
     "sparsity": report.sparsity,
     "seconds": time.perf_counter() - start,
     "cpu_seconds": time.process_time() - cpu,
+    "extra_bytes": resident("VmHWM") - before,
   }
   if solver != method:
     row |= {"epochs": args.epochs, "learning_rate": args.learning_rate}

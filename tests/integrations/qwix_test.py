@@ -4,7 +4,9 @@ import functools
 
 import framework
 import jax
+import jax.numpy as jnp
 import numpy as np
+import pytest
 from framework import SGD, assert_same, assert_sparse, make_batch, make_pruner
 
 framework.require("qwix", "qwix", "orbax")
@@ -14,6 +16,8 @@ import flax.serialization
 import optax
 import orbax.checkpoint as ocp
 import qwix
+
+import jaxpruner
 
 
 class Model(nn.Module):
@@ -91,3 +95,18 @@ def test_quantized_training_ends_exactly_sparse(algorithm):
   data = flax.serialization.to_bytes((params, opt_state))
   empty = jax.tree.map(jax.numpy.zeros_like, (params, opt_state))
   assert_same(flax.serialization.from_bytes(empty, data), (params, opt_state))
+
+
+@pytest.mark.parametrize("axis, order", [(0, "C"), (1, "R")])
+@pytest.mark.parametrize("n, m, stride", [(1, 2, 128), (2, 4, 128), (1, 4, 8)])
+def test_strided_masks_are_bit_equal(n, m, stride, axis, order):
+  from qwix._src.core import sparsity
+
+  shape = [4, 4]
+  shape[axis] = 2 * m * stride
+  # Few different sizes: what is kept of equals must agree too.
+  w = np.random.default_rng(0).integers(-9, 9, shape).astype(np.float32)
+  theirs = sparsity.get_sparsity_mask(w, n, m, order=order, offset=stride)
+  kind = jaxpruner.sparsity_types.NByM(n, m, axis, stride)
+  ours = kind.mask(jnp.abs(w), kind.sparsity)
+  np.testing.assert_array_equal(np.asarray(ours), np.asarray(theirs, np.uint8))

@@ -133,6 +133,13 @@ def test_the_command_streams_text_and_tells_the_speed(
   found = ids(writer.write(PROMPT, 6, stop=[2]))
   assert out.strip() == " ".join(map(str, PROMPT + found))
   assert "tokens/s" in err
+  text = tmp_path / "text"
+  text.write_text("1 5 9 " * 9)
+  assert cli.main([*args, "--skip-inputs", "0.5"]) == 1
+  assert "need each other" in capsys.readouterr().err
+  args += ["--skip-inputs", "0.5", "--calibration", str(text)]
+  assert cli.main(args) == 0
+  assert capsys.readouterr().out.startswith("1 5 30 7 ")
   path.write_text("damaged")
   assert cli.main(args) == 1
   assert "no tokenizer" in capsys.readouterr().err

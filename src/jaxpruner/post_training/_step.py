@@ -4,6 +4,7 @@ import concurrent.futures
 import importlib
 import os
 import threading
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -69,6 +70,9 @@ class Step:
     values: "float32", "bfloat16" or "int8": how matrices are stored.
     threads: how many threads share a step; by default one
       for each processor, at most 16.
+    thresholds: name of a matrix -> inputs up to this size are skipped; matrices
+      with the same inputs have one threshold. Not with "int8", whose products
+      take four inputs at once.
   """
 
   def __init__(
@@ -79,11 +83,12 @@ class Step:
     length: int,
     values: str = "float32",
     threads: int | None = None,
+    thresholds: Mapping[str, float] | None = None,
   ):
     self._kernel = kernel(config, values)
     self._config, self._length = config, length
     self._threads = threads or min(_MOST_THREADS, _processors())
-    built = _Builder(config, params, masks, values)
+    built = _Builder(config, params, masks, values, thresholds)
     self.matrices = built.matrices
     self._fill(built, length)
     self._rooms(length)
@@ -106,6 +111,7 @@ class Step:
     sizes[k.DIM], sizes[k.HEADS] = config.dim, config.heads
     sizes[k.KV_HEADS], sizes[k.HEAD] = config.kv_heads, config.head_dim
     sizes[k.K_AT], sizes[k.V_AT] = _offsets(config)[1:3]
+    sizes[k.HIDDEN] = config.hidden
     sizes[k.ACT] = _ACTIVATIONS.index(config.activation)
     sizes[k.BYTES] = built.values == "int8"
     reals = np.zeros(k.REAL_FIELDS, np.float32)
@@ -114,7 +120,8 @@ class Step:
     reals[k.EMBED] = config.embed_scale
     ropes = np.stack([_angles(rope, length) for rope in built.ropes])
     self._fixed = sizes, reals, np.array(rows, np.int64)
-    self._weights = k.Weights(*built.arrays(), ropes)
+    levels = np.array(built.levels, np.float32)
+    self._weights = k.Weights(*built.arrays(), ropes, levels)
 
   def _rooms(self, length: int) -> None:
     config, k, threads = self._config, self._kernel, self._threads
@@ -131,6 +138,8 @@ class Step:
       np.zeros((threads, wide), np.uint8),
       np.zeros((threads, wide // _strips.GROUP + 16), np.float32),
       np.zeros((threads, length), np.float32),
+      np.zeros((threads, wide), np.int32),
+      np.zeros((threads, _strips.TILE * _strips.LANES), np.float32),
     )
 
   @property
@@ -205,8 +214,16 @@ def _offsets(config: Decoder) -> list[int]:
 class _Builder:
   """Collects strips and vectors, and where each begins."""
 
-  def __init__(self, config: Decoder, params: Any, masks: Any, values: str):
+  def __init__(
+    self,
+    config: Decoder,
+    params: Any,
+    masks: Any,
+    values: str,
+    thresholds: Mapping[str, float] | None = None,
+  ):
     self.config, self.values, self.matrices = config, values, []
+    self._thresholds, self.levels = thresholds, []
     self._params, self._masks = params, masks
     self.ropes = list(dict.fromkeys(config.ropes))
     self._data, self._starts, self._kinds = [], [], []
@@ -239,6 +256,10 @@ class _Builder:
 
     With `pairs` the strips of two matrices alternate.
     """
+    if (
+      self._thresholds is not None and f"{names[0]}.weight" in self._thresholds
+    ):
+      return self._tiles(names, pairs)
     packed = [self._pack(name) for name in names]
     order = [(m, i) for m, p in enumerate(packed) for i in range(len(p.starts))]
     if pairs:
@@ -250,12 +271,49 @@ class _Builder:
       ends = np.append(p.starts, p.data.size - _strips.SLACK)
       part = p.data[ends[i] : ends[i + 1]]
       starts.append(self._bytes)
-      kinds.append(p.size + (8 if p.masked else 0))
+      kinds.append(p.size + (_strips.MASKED if p.masked else 0))
       self._data.append(part)
       self._bytes += part.size
     self._starts.append(np.array(starts, np.int64))
     self._kinds.append(np.array(kinds, np.int64))
     return first, len(order)
+
+  def _tiles(self, names: list[str], pairs: bool) -> tuple[int, int]:
+    """Add matrices of the same inputs as tiles, as `strips` does."""
+    blocks = []
+    for name in names:
+      array = np.asarray(self._params[f"{name}.weight"], np.float32)
+      mask = self._masks[f"{name}.weight"]
+      kept = np.ones(array.shape, bool) if mask is None else np.asarray(mask)
+      both = np.stack([array, kept])
+      rest = _up(len(array)) - len(array)
+      both = np.pad(both, ((0, 0), (0, rest), (0, 0)))
+      blocks.append(both.reshape(2, -1, _strips.LANES, array.shape[1]))
+      share = float(kept.mean())
+      size = int(_strips.SIZES[self.values] * kept.sum()) + array.size // 8
+      self.matrices.append(Matrix(f"{name}.weight", array.shape, share, size))
+    joined = np.stack(blocks, 2) if pairs else np.concatenate(blocks, 1)
+    weights, kept = joined.reshape(2, -1, joined.shape[-1])
+    found = _strips.tiles(weights, self.values, kept)
+    first = sum(map(len, self._starts))
+    sizes = np.array([tile.size for tile in found])
+    self._starts.append(self._bytes + np.cumsum(sizes) - sizes)
+    kind = _strips.SIZES[self.values] + _strips.SKIPS
+    self._kinds.append(np.full(len(found), kind, np.int64))
+    self._data += found
+    self._bytes += int(sizes.sum())
+    return first, len(found)
+
+  def _level(self, names: list[str]) -> float:
+    """Return the threshold of the inputs of some matrices."""
+    thresholds = self._thresholds or {}
+    found = {float(thresholds.get(f"{name}.weight", 0)) for name in names}
+    if len(found) > 1:
+      raise ValueError(
+        f"thresholds differ for {names}, which read the same inputs: "
+        f"{sorted(found)}; give them one"
+      )
+    return found.pop()
 
   def _vector(self, array: np.ndarray) -> int:
     start = self._end
@@ -288,6 +346,7 @@ class _Builder:
     qkv = [layer + at[n] for n in ("q", "k", "v")]
     mlp = [f"{layer}mlp.{n}_proj" for n in ("gate", "up", "down")]
     o = [layer + at["o"]]
+    self.levels.append([self._level(n) for n in (qkv, o, mlp[:2], mlp[2:])])
     row[[k.QKV, k.QKV_COUNT]] = self.strips(qkv)
     row[[k.O, k.O_COUNT]] = self.strips(o)
     row[[k.GATED, k.GATED_COUNT]] = self.strips(mlp[:2], pairs=True)

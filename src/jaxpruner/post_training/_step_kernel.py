@@ -15,7 +15,15 @@ from numba.core import types
 from jaxpruner.post_training import _step_parts as parts
 from jaxpruner.sparse import _pool, _simd, _strip_simd
 from jaxpruner.sparse._strip_simd import float_of_bits, ones
-from jaxpruner.sparse._strips import GROUP, LANES, STEPS, WORDS
+from jaxpruner.sparse._strips import (
+  GROUP,
+  LANES,
+  MASKED,
+  SKIPS,
+  STEPS,
+  TILE_HEAD,
+  WORDS,
+)
 
 jit = parts.jit
 
@@ -25,16 +33,24 @@ jit = parts.jit
  DOWN_BIAS, ROPE, WINDOW, LAYER_FIELDS) = range(21)  # fmt: skip
 # What a number in `sizes` means.
 (DIM, HEADS, KV_HEADS, HEAD, K_AT, V_AT, ACT, BYTES, HEAD_FIRST, HEAD_COUNT,
- LAST_NORM, EMBED_FIRST, SIZE_FIELDS) = range(13)  # fmt: skip
+ LAST_NORM, EMBED_FIRST, HIDDEN, SIZE_FIELDS) = range(14)  # fmt: skip
 EPS, SCALE, CAP, EMBED, REAL_FIELDS = range(5)
-# What a strip's kind means: bytes of a weight, plus 8 if zeros are left out.
-MASKED = 8
 PRODUCTS = 4  # of a layer
 _SPINS = 4000  # looks before a waiting thread offers its processor
 
 _f4, _f4m = _strip_simd.floats(4, False), _strip_simd.floats(4, True)
 _f2, _f2m = _strip_simd.floats(2, False), _strip_simd.floats(2, True)
-_i1, _i1m = _strip_simd.codes(False), _strip_simd.codes(True)
+_r4, _r2 = _strip_simd.row(False), _strip_simd.row(True)
+
+
+@jit
+def _absent(address, groups, codes, scales, out):
+  """Stand in for what this processor has no instructions for."""
+
+
+# LLVM gives up the whole process over an instruction that it does not have.
+_i1 = _strip_simd.codes(False) if _strip_simd.BYTES else _absent
+_i1m = _strip_simd.codes(True) if _strip_simd.BYTES else _absent
 
 
 class Team(NamedTuple):
@@ -57,9 +73,11 @@ class Weights(NamedTuple):
   Attributes:
     data: the bytes of all strips.
     starts: the first byte of each.
-    kinds: what each holds, see `MASKED`.
+    kinds: what each holds, see `_strips.MASKED`.
     vectors: norms and biases.
     ropes: cosines and sines, (kinds of rotation, positions, size).
+    levels: (layers, 4): inputs of each product up to this size are skipped, if
+      it is stored as tiles.
   """
 
   data: Any
@@ -67,6 +85,7 @@ class Weights(NamedTuple):
   kinds: Any
   vectors: Any
   ropes: Any
+  levels: Any
 
 
 class Room(NamedTuple):
@@ -80,6 +99,8 @@ class Room(NamedTuple):
     codes: (threads, widest), inputs rounded to bytes.
     scales: (threads, groups).
     scores: (threads, positions).
+    places: (threads, widest), inputs that are not skipped.
+    tiles: (threads, outputs of a tile).
   """
 
   shared: Any
@@ -87,6 +108,8 @@ class Room(NamedTuple):
   codes: Any
   scales: Any
   scores: Any
+  places: Any
+  tiles: Any
 
 
 @jit
@@ -136,19 +159,55 @@ def _pair(weights, n, groups, x, codes, scales, two, bias, act, out):
 
 
 @jit
+def _tile(kind, at, inputs, places, count, sums, bias, act, out):
+  """Multiply a tile by those inputs whose places are given."""
+  vectors = types.int64(_simd.read_i32(at + 4))
+  first = types.int64(_simd.read_i32(at + 8)) * LANES
+  table, target = at + 4 * TILE_HEAD, sums.ctypes.data
+  for i in range(vectors * LANES):
+    sums[i] = 0
+  for n in range(count):
+    # The processor cannot guess which input is next.
+    ahead = table + 4 * types.int64(places[min(n + 2, count - 1)])
+    for line in range(_simd.read_i32(ahead), _simd.read_i32(ahead + 4), 64):
+      _simd.prefetch(at + line)
+    i = types.int64(places[n])
+    start = at + _simd.read_i32(table + 4 * i)
+    if kind == 4 + SKIPS:
+      _r4(start, vectors, inputs[i], target)
+    else:
+      _r2(start, vectors, inputs[i], target)
+  if act < 0:
+    for i in range(vectors * LANES):
+      out[first + i] = sums[i]
+    return
+  for i in range(min(bias.size, vectors * LANES)):
+    sums[i] += bias[first + i]
+  for i in range(0, vectors * LANES, 2 * LANES):
+    here, there = sums[i:], out[(first + i) // 2 :]
+    parts.gate(act, here, here[LANES:], there, LANES)
+
+
+@jit
 def product(me, team, which, weights, first, count, inputs, groups, quantized,
-            room, out, act, bias):  # fmt: skip
+            room, out, act, bias, level):  # fmt: skip
   """Multiply strips: those of this thread, then what others have left.
 
   With `act` >= 0 strips of gates and of what they open alternate, and `out` is
-  their activated product: 16 numbers for two strips.
+  their activated product: 16 numbers for two strips. Of tiles, inputs up to
+  `level` are skipped.
   """
   codes, scales = room.codes[me], room.scales[me]
-  if quantized:
+  skips = weights.kinds[first] & SKIPS
+  active, places, sums = 0, room.places[me], room.tiles[me]
+  if skips:
+    size = _simd.read_i32(weights.data.ctypes.data + weights.starts[first])
+    active = parts.larger(inputs, size, level, places)
+  elif quantized:
     parts.quantize(inputs, codes, scales, groups)
   x, c, s = inputs.ctypes.data, codes.ctypes.data, scales.ctypes.data
   two = np.empty(2 * LANES, np.float32)
-  units = count // 2 if act >= 0 else count
+  units = count // 2 if act >= 0 and not skips else count
   for turn in range(team.threads):
     owner = (me + turn) % team.threads
     begin = units * owner // team.threads
@@ -158,7 +217,11 @@ def product(me, team, which, weights, first, count, inputs, groups, quantized,
     at = begin + chunk * _pool.atomic_add(counter, 1)
     while at < end:
       for i in range(at, min(end, at + chunk)):
-        if act >= 0:
+        if skips:
+          start = weights.data.ctypes.data + weights.starts[first + i]
+          _tile(weights.kinds[first + i], start, inputs, places, active, sums,
+                bias, act, out)  # fmt: skip
+        elif act >= 0:
           own = bias[2 * LANES * i :] if bias.size else bias
           _pair(weights, first + 2 * i, groups, x, c, s, two, own, act,
                 out[LANES * i :])  # fmt: skip
@@ -268,17 +331,17 @@ def _layer(me, team, l, layer, sizes, reals, weights, cache, at, room, met):
     room.shared[0], room.shared[1], room.shared[2], room.shared[3],
   )  # fmt: skip
   x, h, y = room.private[me, 0], room.private[me, 1], room.private[me, 2]
-  vectors, which = weights.vectors, PRODUCTS * l
+  vectors, which, levels = weights.vectors, PRODUCTS * l, weights.levels[l]
   none = vectors[:0]
   parts.norm(x, vectors[layer[BEFORE] :], eps, h, dim)
   product(me, team, which, weights, layer[QKV], layer[QKV_COUNT], h,
-          _groups(dim), quantized, room, qkv, -1, none)  # fmt: skip
+          _groups(dim), quantized, room, qkv, -1, none, levels[0])  # fmt: skip
   met = _meet(team, met)
   _heads(me, team.threads, layer, sizes, reals, weights, cache, at, room)
   met = _meet(team, met)
   product(me, team, which + 1, weights, layer[O], layer[O_COUNT], mixed,
           _groups(sizes[HEADS] * sizes[HEAD]), quantized, room, out, -1,
-          none)  # fmt: skip
+          none, levels[1])  # fmt: skip
   met = _meet(team, met)
   y[:dim] = out[:dim]
   bias = _vector(vectors, layer[O_BIAS])
@@ -286,11 +349,13 @@ def _layer(me, team, l, layer, sizes, reals, weights, cache, at, room, met):
   parts.norm(x, vectors[layer[FF_BEFORE] :], eps, h, dim)
   bias = _vector(vectors, layer[GATED_BIAS])
   product(me, team, which + 2, weights, layer[GATED], layer[GATED_COUNT], h,
-          _groups(dim), quantized, room, hidden, sizes[ACT], bias)  # fmt: skip
+          _groups(dim), quantized, room, hidden, sizes[ACT], bias,
+          levels[2])  # fmt: skip
   met = _meet(team, met)
-  units = layer[GATED_COUNT] // 2 * LANES
+  units = sizes[HIDDEN]
   product(me, team, which + 3, weights, layer[DOWN], layer[DOWN_COUNT], hidden,
-          _groups(units), quantized, room, out, -1, none)  # fmt: skip
+          _groups(units), quantized, room, out, -1, none,
+          levels[3])  # fmt: skip
   met = _meet(team, met)
   y[:dim] = out[:dim]
   bias = _vector(vectors, layer[DOWN_BIAS])
@@ -318,5 +383,5 @@ def step(me, team, token, at, sizes, reals, layers, weights, cache, room,
   parts.norm(x, vectors[sizes[LAST_NORM] :], reals[EPS], h, dim)
   product(me, team, PRODUCTS * len(layers), weights, sizes[HEAD_FIRST],
           sizes[HEAD_COUNT], h, _groups(dim), sizes[BYTES], room, logits, -1,
-          vectors[:0])  # fmt: skip
+          vectors[:0], np.float32(0))  # fmt: skip
   _meet(team, met)

@@ -87,6 +87,16 @@ def quantize(x, codes, scales, groups):
 
 
 @jit
+def larger(x, count, level, places):
+  """Write where |x| is above a level; return how often."""
+  found = 0
+  for i in range(count):
+    places[found] = i  # overwritten unless it counts: no branch to guess
+    found += abs(x[i]) > level
+  return found
+
+
+@jit
 def turn(x, table, out, size):
   """Rotate number i and i + half by the angles of a position."""
   half = size // 2

@@ -1,11 +1,17 @@
 """`jaxpruner generate FOLDER --prompt …`: write text with a model."""
 
 import argparse
+import pathlib
 import sys
 
 import jax.numpy as jnp
 
-from jaxpruner.post_training import generation, models
+from jaxpruner.post_training import (
+  contrib,
+  evaluation,
+  generation,
+  models,
+)
 from jaxpruner.post_training.models import hub, hub_tokenizer
 
 
@@ -38,6 +44,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     choices=generation.VALUES,
     help="round all matrices, zeros packed; int8 is the fastest",
   )
+  parser.add_argument(
+    "--skip-inputs",
+    type=float,
+    metavar="FRACTION",
+    help="skip so many inputs of each product, the smallest (not with int8)",
+  )
+  parser.add_argument(
+    "--calibration",
+    metavar="FILE",
+    help="a text file to find their thresholds on",
+  )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -47,12 +64,18 @@ def run(args: argparse.Namespace) -> int:
       raise ValueError(
         "--accelerate and --values pack float32; leave out --dtype"
       )
+    if (args.skip_inputs is None) != (args.calibration is None):
+      raise ValueError("--skip-inputs and --calibration FILE need each other")
     tokenizer = hub_tokenizer.HubTokenizer(args.folder)
     model = models.load_folder(args.folder, jnp.dtype(args.dtype))
     prompt = tokenizer.encode(args.prompt)
     length = len(prompt) + max(1, args.tokens)
     writer = generation.Writer(
-      model, length, accelerate=args.accelerate, values=args.values
+      model,
+      length,
+      accelerate=args.accelerate,
+      values=args.values,
+      thresholds=_thresholds(args, model, tokenizer.encode),
     )
     drawn = writer.write(
       prompt,
@@ -78,6 +101,17 @@ def run(args: argparse.Namespace) -> int:
     file=sys.stderr,
   )
   return 0
+
+
+def _thresholds(args, model, encode) -> dict[str, float] | None:
+  """Find thresholds on 8 windows of a text, or fewer if it is short."""
+  if args.skip_inputs is None:
+    return None
+  text = pathlib.Path(args.calibration).read_text(errors="ignore")
+  ids = encode(text[:20_000])
+  context = getattr(model.config, "context", 256)
+  rows = evaluation.windows(ids, max(1, min(256, context, len(ids))))[:8]
+  return contrib.input_thresholds(model, [rows], sparsity=args.skip_inputs)
 
 
 def _ends(folder: str) -> list[int]:

@@ -2,7 +2,7 @@
 
 import functools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -75,9 +75,13 @@ class Writer:
     values: "int8" (see `sparse.Int8`) or "bfloat16" rounds matrices; None
       leaves them as they are.
     cache: where timings are remembered, as in `sparse.accelerate`.
+    thresholds: name of a matrix -> inputs of a step up to this size count as
+      zeros, and their weights are not read (`contrib.input_thresholds`); the
+      prompt is computed in full. The packed step is taken without timing it.
 
   Raises:
-    ValueError: the model is no decoder, or its positions end before `length`.
+    ValueError: the model is no decoder, its positions end before `length`, or
+      the options exclude each other.
 
   Example:
     >>> Writer(HubModel(len, {}, {}, None, "folder"))
@@ -93,6 +97,7 @@ class Writer:
     accelerate: bool = False,
     values: str | None = None,
     cache: Any = None,
+    thresholds: Mapping[str, float] | None = None,
   ):
     config = model.config
     if not isinstance(config, Decoder):
@@ -108,6 +113,8 @@ class Writer:
         f"values={values!r} must be None or one of {VALUES}, and None with "
         "accelerate=True: nothing is timed where all matrices are rounded"
       )
+    if thresholds is not None:
+      _check_thresholds(model, thresholds, accelerate, values)
     self._config, self._length = config, length
     self._dtype = next(iter(model.params.values())).dtype
     self.report = None
@@ -118,21 +125,28 @@ class Writer:
       prefill = _sparsely(prefill)
     self._prefill = functools.partial(jax.jit(prefill), params)
     fused = None
-    if (accelerate or values) and self._dtype == jnp.float32:
-      fused = self._fused(model, values or "float32")
+    packs = accelerate or values or thresholds is not None
+    if packs and self._dtype == jnp.float32:
+      fused = self._fused(model, values or "float32", thresholds)
     if fused is None:
+      levels = {_level_of(name): t for name, t in (thresholds or {}).items()}
+      params = params | levels
       self._step = self._traced(model, params, accelerate, values, cache)
     elif accelerate:
       self._step = self._faster(model, fused)
     else:
       self._step = fused
 
-  def _fused(self, model: HubModel, values: str) -> _step.Step | None:
+  def _fused(
+    self, model: HubModel, values: str, thresholds: Mapping[str, float] | None
+  ) -> _step.Step | None:
     """Return the step as one call of machine code, if it can be one."""
     if _step.kernel(self._config, values) is None:
       return None
-    masks = _masks(model)
-    return _step.Step(self._config, model.params, masks, self._length, values)
+    return _step.Step(
+      self._config, model.params, _masks(model), self._length, values,
+      thresholds=thresholds,
+    )  # fmt: skip
 
   def _traced(
     self,
@@ -226,6 +240,31 @@ class Writer:
       if drawn in stop or i + 1 == len(prompt) + tokens:
         return
       logits, kept = self._step(drawn, kept, i)
+
+
+def _level_of(name: str) -> str:
+  """Return where `functions.linear` looks for a threshold."""
+  return f"{name.removesuffix('.weight')}.threshold"
+
+
+def _check_thresholds(
+  model: HubModel,
+  thresholds: Mapping[str, float],
+  accelerate: bool,
+  values: str | None,
+) -> None:
+  if accelerate or values == "int8":
+    raise ValueError(
+      f"thresholds with accelerate={accelerate} and values={values!r}: leave "
+      "out accelerate, and use float32 or bfloat16; products of int8 take four "
+      "inputs at once"
+    )
+  for name, level in thresholds.items():
+    if name not in model.params or not 0 <= level < np.inf:
+      raise ValueError(
+        f"thresholds: {name!r}: {level!r}; give the name of a matrix and a "
+        "finite number from 0 on"
+      )
 
 
 class _Traced:

@@ -198,3 +198,36 @@ def codes(masked: bool) -> Any:
     return types.void(*[types.int64] * 5), emit
 
   return f
+
+
+def row(bf16: bool) -> Any:
+  """Make what one input adds to a tile of outputs.
+
+  `f(address, vectors, x, out)`: at the address are a mask of 16 bits for each
+  vector, then the kept weights; x times the weights is added to `out`.
+  """
+  size = 2 if bf16 else 4
+  expanded = _simd._expanded_bf16 if bf16 else _simd._expanded_f32
+
+  @_simd.intrinsic
+  def f(_, address, vectors, x, out):
+    def emit(context, b, signature, args):
+      address, vectors, x, out = args
+      scale = _simd._splat(b, x, LANES)
+      start = b.add(address, b.mul(vectors, I64(2)))
+      cursor = cgutils.alloca_once_value(b, start)
+      with cgutils.for_range(b, vectors) as loop:
+        bits = _simd._load(b, b.add(address, b.mul(loop.index, I64(2))), I16)
+        at = b.load(cursor)
+        weight = expanded(b, at, bits)
+        count = _ones(b, b.zext(bits, I64))
+        b.store(b.add(at, b.mul(count, I64(size))), cursor)
+        place = b.add(out, b.mul(loop.index, I64(4 * LANES)))
+        total = _simd._load(b, place, _FLOATS, 4)
+        _simd._store(b, _simd._fma(b, scale, weight, total), place)
+      return context.get_dummy_value()
+
+    kinds = types.int64, types.int64, types.float32, types.int64
+    return types.void(*kinds), emit
+
+  return f

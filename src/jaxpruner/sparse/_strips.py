@@ -5,6 +5,10 @@ A strip is 16 outputs with all their inputs, in groups of 64 inputs; a group is
 other: for int8 the 16 scales, then a mask of 64 bits for each word unless all
 weights are kept, then the kept weights. Nothing points anywhere: a strip is
 read front to back, as fast as memory delivers it.
+
+A tile is 128 outputs, input by input, so that inputs can be skipped: a number
+of inputs, of vectors of 16 outputs and of the first of these, where each input
+begins, and for each input a bit per output and the kept weights.
 """
 
 import dataclasses
@@ -16,6 +20,10 @@ from jaxpruner.sparse import _int8
 
 LANES, STEPS, GROUP = 16, 4, 64  # outputs, inputs of a word, of a group
 WORDS = GROUP // STEPS
+# What a strip's kind means: bytes of a weight, plus 8 if zeros are left out,
+# plus 16 if it is a tile, of which inputs are skipped.
+MASKED, SKIPS = 8, 16
+TILE, TILE_HEAD = 8, 3  # vectors of a tile, numbers that begin it
 SLACK = 128  # whole vectors are read, also behind the last weight
 # Kept weights below which a mask pays: its bit against the bits it saves.
 _MOST = {4: 31 / 32, 2: 15 / 16, 1: 7 / 8}
@@ -71,32 +79,65 @@ def pack(weights: np.ndarray, values: str, kept: np.ndarray | None) -> Strips:
     .transpose(order)
   ).reshape(strips * groups, WORDS, -1)
   weights, kept = by_word(weights), by_word(kept)
-  head = 2 * LANES if size == 1 else 0
   if masked:
-    head += 8 * WORDS
     counts = kept.sum(axis=(1, 2))
   else:
     counts = np.full(strips * groups, WORDS * LANES * STEPS)
-  lengths = head + size * counts
+  parts = []
+  if scales is not None:
+    parts.append(np.ascontiguousarray(scales).view(np.uint8))
+  if masked:
+    parts.append(np.packbits(kept, axis=-1, bitorder="little"))
+  rows = strips * groups
+  heads = [part.reshape(rows, -1) for part in parts]
+  heads = np.concatenate([np.zeros((rows, 0), np.uint8), *heads], axis=1)
+  found = weights[kept] if masked else weights.reshape(-1)
+  data, begins = _interleaved(heads, found, counts)
+  return Strips(
+    data, begins[::groups].astype(np.int64), size, masked, (outputs, inputs)
+  )
+
+
+def tiles(
+  weights: np.ndarray, values: str, kept: np.ndarray
+) -> list[np.ndarray]:
+  """Return a matrix (outputs, inputs) as tiles, the bytes of each.
+
+  Args:
+    weights: floating; outputs are a multiple of 16.
+    values: "float32" or "bfloat16".
+    kept: 1 where a weight is kept.
+  """
+  kind = np.float32 if values == "float32" else jnp.bfloat16
+  found = []
+  for first in range(0, len(weights), TILE * LANES):
+    own = kept[first : first + TILE * LANES].astype(bool).T
+    part = weights[first : first + TILE * LANES].T[own].astype(kind)
+    heads = np.packbits(own, axis=1, bitorder="little")
+    data, begins = _interleaved(heads, part, own.sum(axis=1))
+    inputs, outputs = own.shape
+    begins = np.append(begins, data.size - SLACK) + 4 * (TILE_HEAD + inputs + 1)
+    sizes = [inputs, outputs // LANES, first // LANES]
+    head = np.array([*sizes, *begins], np.int32)
+    found.append(np.concatenate([head.view(np.uint8), data[:-SLACK]]))
+  return found
+
+
+def _interleaved(
+  heads: np.ndarray, values: np.ndarray, counts: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+  """Return the bytes of each head and its values, and where they begin."""
+  width = heads.shape[1]
+  lengths = width + values.itemsize * counts
   ends = np.cumsum(lengths)
   begins = ends - lengths
   data = np.zeros(int(ends[-1]) + SLACK if len(ends) else SLACK, np.uint8)
   is_value = np.ones(data.size - SLACK, bool)
-  heads = []
-  if scales is not None:
-    heads.append(np.ascontiguousarray(scales).view(np.uint8))
-  if masked:
-    heads.append(np.packbits(kept, axis=-1, bitorder="little"))
-  if heads:
-    flat = np.concatenate([h.reshape(len(begins), -1) for h in heads], axis=1)
-    place = begins[:, None] + np.arange(head)
-    data[place] = flat
-    is_value[place] = False
-  found = weights[kept] if masked else weights.reshape(-1)
-  data[:-SLACK][is_value] = found.view(np.uint8)
-  return Strips(
-    data, begins[::groups].astype(np.int64), size, masked, (outputs, inputs)
-  )
+  place = begins[:, None] + np.arange(width)
+  data[place] = heads
+  is_value[place.reshape(-1)] = False
+  data[:-SLACK][is_value] = values.view(np.uint8)
+  return data, begins
 
 
 def _padded(array: np.ndarray, rows: int, cols: int) -> np.ndarray:

@@ -8,6 +8,7 @@ experts          remove whole experts of a mixture
 depth            drop whole layers
 heads            remove heads, with all that share their keys and values
 levels           search the sparsity of each layer by evolution
+skipping         thresholds below which inputs of a product are skipped
 learned_masks    learn N:M masks on the loss, weights frozen
 """
 
@@ -17,6 +18,7 @@ from jaxpruner._tools import on_use
 _MODULES = {
   "distill": "distillation",
   "drop_blocks": "depth",
+  "input_thresholds": "skipping",
   "learn_masks": "learned_masks",
   "prune_blocks": "reconstruction",
   "prune_experts": "experts",

@@ -14,7 +14,13 @@ ACTIVATIONS = {
 
 
 def linear(params: Any, name: str, x: jax.Array) -> jax.Array:
-  """Multiply by a weight of (outputs, inputs); add its bias if it has one."""
+  """Multiply by a weight of (outputs, inputs); add its bias if it has one.
+
+  With `NAME.threshold` inputs up to this size count as zeros.
+  """
+  level = params.get(f"{name}.threshold")
+  if level is not None:
+    x = jnp.where(jnp.abs(x) > level, x, 0)
   y = x @ params[f"{name}.weight"].T
   bias = params.get(f"{name}.bias")
   return y if bias is None else y + bias
