@@ -142,6 +142,30 @@ def run(algorithm):
 ALGORITHMS = ["static_sparse", "set", "rigl"]
 
 
+@pytest.mark.parametrize("algorithm", ["static_sparse", "set", "rigl"])
+def test_dense_weights_without_masks_start_with_those_of_the_algorithm(
+  algorithm,
+):
+  dense = dense_params()
+  made = lambda **more: jaxpruner.create_updater_from_config(
+    config(algorithm, **more)
+  )
+  state = made().init_state(dense)
+  pruner = made(storage="kept")
+  found, masks = kept.todense(pruner.from_dense(dense))
+  wanted = jax.tree.map(
+    lambda p, m: p if m is None else jnp.where(m, p, 0),
+    dense,
+    state.masks,
+    is_leaf=lambda x: x is None,
+  )
+  for path in ("a", "b", "c"):
+    np.testing.assert_array_equal(
+      masks[path]["kernel"], state.masks[path]["kernel"]
+    )
+    np.testing.assert_array_equal(found[path]["kernel"], wanted[path]["kernel"])
+
+
 @pytest.mark.parametrize("way", ["kernel", "bitmaps"])
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_fifty_steps_give_the_masks_and_weights_of_the_masked_run(

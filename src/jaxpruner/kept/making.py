@@ -73,6 +73,10 @@ def from_dense(
   apply_fn: Apply,
 ) -> PyTree:
   """Return dense parameters at kept size; see `KeptUpdater.from_dense`."""
+  if masks is None:
+    view = updater.view(params)
+    checking.forms(view)  # refuses what has no kept form
+    masks = updater.get_initial_masks(params, view.put(None, view.targets))
   stacks = find_stacks(params, updater.stacked_axis)
   axes = [None if stack is None else stack.axis for stack in stacks]
   folds = folding.find(apply_fn, params, inputs, axes)

@@ -101,7 +101,7 @@ class KeptUpdater:
   def from_dense(
     self,
     params: PyTree,
-    masks: PyTree,
+    masks: PyTree = None,
     *inputs: Any,
     apply_fn: Callable[..., Any] | None = None,
   ) -> PyTree:
@@ -109,7 +109,8 @@ class KeptUpdater:
 
     Args:
       params: dense parameters.
-      masks: uint8, 1 = kept, None for dense leaves.
+      masks: uint8, 1 = kept, None for dense leaves. If the whole argument is
+        None, the masks with which the algorithm starts.
       *inputs: example inputs of `apply_fn`.
       apply_fn: as in `create`.
 
