@@ -451,8 +451,8 @@ def update_section(rows):
     "how many plain steps it takes;\n`lists alone` writes the positions of "
     "all layers anew; `dense gradients alone` are XLA's products\nfor them, "
     "which RigL needs beside the plain step: one plain step more than this row "
-    "is\nabout the least that its update can take, before anything is searched or "
-    "dropped.\n\n" + page.table(head, lines)
+    "is\nabout the least that its update can take, before anything is searched "
+    "or dropped.\n\n" + page.table(head, lines)
   )
 
 
