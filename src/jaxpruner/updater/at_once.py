@@ -68,14 +68,15 @@ def select_at_once(updater: Any, view: Prunable, grads: PyTree) -> PyTree:
     The masks, not packed; None if the updater runs code of the user, which may
     read values, or if there are other leaves than arrays.
   """
-  topk_fn = prunable.given_topk_fn(updater) or updater.create_masks
-  own = (updater.calculate_scores, updater.create_masks, topk_fn)
-  own = (*own, *map(type, view.kinds))
+  topk_fn = prunable.given_topk_fn(updater)
+  parts = [updater.calculate_scores, updater.create_masks]
+  parts += [type(kind) for kind in view.kinds]
+  parts += [] if topk_fn is None else [topk_fn]
   leaves, treedef = _leaves.flatten_with_names(view.params)
   arrays = jax.tree.leaves((view.params, grads))
   if (
     not view.names
-    or not all(_is_ours(part) for part in own)
+    or not all(map(_is_ours, parts))
     or "loss" in updater.needs
     or prunable.cache_key(updater, leaves, treedef) is None
     or not all(isinstance(x, jax.Array | np.ndarray) for x in arrays)
@@ -93,7 +94,7 @@ def select_at_once(updater: Any, view: Prunable, grads: PyTree) -> PyTree:
 
 def _is_ours(part: Any) -> bool:
   """Tell whether a function or a class is of this package."""
-  return getattr(part, "__module__", "").startswith("jaxpruner.")
+  return str(getattr(part, "__module__", None)).startswith("jaxpruner.")
 
 
 @functools.partial(jax.jit, static_argnums=0)
