@@ -16,8 +16,9 @@ import model_zoo
 import numpy as np
 
 
-def onnxruntime(path, threads):
+def onnxruntime(path, threads, batch):
   """Dense, with its idle threads asleep while others are timed."""
+  del batch
   import onnxruntime as ort
 
   options = ort.SessionOptions()
@@ -30,11 +31,11 @@ def onnxruntime(path, threads):
   return lambda x: session.run(None, {"x": x})[0]
 
 
-def deepsparse(path, threads):
+def deepsparse(path, threads, batch):
   """DeepSparse, which skips zeros."""
   from deepsparse import Engine
 
-  engine = Engine(model=path, batch_size=1, num_cores=threads)
+  engine = Engine(model=path, batch_size=batch, num_cores=threads)
   return lambda x: engine.run([x])[0]
 
 
@@ -54,7 +55,7 @@ def main() -> None:
   answers = sys.stdout
   with contextlib.redirect_stdout(sys.stderr):
     model_zoo.Onnx(arrays).save(model, shape, path)
-    run = RIVALS[rival](path, int(threads))
+    run = RIVALS[rival](path, int(threads), len(x))
     y = run(x)
     if y.ndim == 4:
       y = y.transpose(0, 2, 3, 1)

@@ -162,11 +162,35 @@ def experts(p, x):
   return (h + y) @ p["out"]
 
 
-def test_experts():
+def routed(p, x):
+  """Each token goes to the best two of three experts, with a room for each."""
+  h = x @ p["in"]
+  best, chosen = jax.lax.top_k(jax.nn.softmax(h @ p["router"]), 2)
+  places = jax.nn.one_hot(chosen, 3)
+  sent = jnp.einsum("tke,td->etd", places, h)
+  hidden = jax.nn.relu(jnp.einsum("etd,edh->eth", sent, p["up"]))
+  y = jnp.einsum("eth,ehd->etd", hidden, p["down"])
+  return (h + jnp.einsum("tke,tk,etd->td", places, best, y)) @ p["out"]
+
+
+@pytest.mark.parametrize("fn", [experts, routed])
+def test_experts(fn):
   shapes = {"in": (6, 16), "router": (16, 3), "up": (3, 16, 24),
             "down": (3, 24, 16), "out": (16, 4)}  # fmt: skip
   weights = {name: normal(*shape) for name, shape in shapes.items()}
-  check(experts, weights, normal(2, 6), params=0.5)
+  for name in ("up", "down"):
+    weights[name] = weights[name].at[1].multiply(0.01)
+  x = normal(5, 6)
+  pruned = check(fn, weights, x, params=0.5)
+  # The worst expert goes whole, and no column of the router.
+  small = {n: a.shape for n, a in pruned.small.params.items()}
+  assert small["up"][0] == small["down"][0] == 2
+  assert small["router"][1] == 3 and not pruned.small.same_code
+  assert not np.asarray(pruned.masks["up"])[1].any()
+  more = pruned.small.fn(pruned.small.params, jnp.concatenate([x, x])[:7])
+  np.testing.assert_allclose(
+    more[:5], fn(pruned.params, x), rtol=1e-4, atol=1e-4
+  )
 
 
 def mlp(p, x):

@@ -30,6 +30,10 @@ class Dim:
 Axis = list[Dim]  # major to minor; an axis of length 1 has no dims
 
 
+# The operation that takes the indices that stay, see `_experts`.
+CUT = "jaxpruner_cut"
+
+
 class Sum(NamedTuple):
   """An axis that an operation adds up: `sum(a)` or `sum(a * b)`."""
 
@@ -393,6 +397,12 @@ def _copies(dims: Dims, node: Node) -> None:
       dims.pair(node, out, i, var, i)
 
 
+def _cut(dims: Dims, node: Node) -> None:
+  for i in range(len(node.inputs[0].shape)):
+    if i != node.params["axis"]:
+      dims.pair(node, node.outputs[0], i, node.inputs[0], i)
+
+
 def _iota(dims: Dims, node: Node) -> None:
   dims.block(node, node.outputs[0], node.params["dimension"])
 
@@ -524,6 +534,7 @@ def _pad(node: Node, i: int) -> bool:
 
 
 _RULES: dict[str, Callable[[Dims, Node], None]] = {
+  CUT: _cut,
   **dict.fromkeys(primitives.ELEMENTWISE, _elementwise),
   **dict.fromkeys(
     primitives.CUMULATIVE, _along(lambda n, i: i == n.params["axis"])

@@ -18,7 +18,7 @@ from jaxpruner import _leaves
 from jaxpruner import program as _program
 from jaxpruner.program import Node, Program, Var
 from jaxpruner.program.primitives import PRODUCTS
-from jaxpruner.sparse import _branches
+from jaxpruner.sparse import _branches, _experts
 from jaxpruner.sparse._branches import Branch
 from jaxpruner.sparse._dims import Dim, Dims, complete, is_depthwise, resolve
 from jaxpruner.sparse._removal import Removal
@@ -128,6 +128,7 @@ def trace(
     [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in values]
   )
   program = _program.trace(apply_fn, shapes, *inputs)
+  program = _experts.cut(program, len(values))
   variables = program.inputs[: len(values)]
   traced = Traced(
     program,

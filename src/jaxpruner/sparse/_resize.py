@@ -11,8 +11,9 @@ import numpy as np
 
 from jaxpruner import program as _program
 from jaxpruner.program import Node, Program, Var
-from jaxpruner.sparse import _branches
+from jaxpruner.sparse import _branches, _experts
 from jaxpruner.sparse._dims import (
+  CUT,
   Axis,
   Dim,
   Dims,
@@ -72,10 +73,19 @@ class Resized:
     axes = zip(self.dims.of(node.outputs[0]), delta.shape, strict=True)
     return self.take(delta, [axis if size > 1 else [] for axis, size in axes])
 
+  def _cut(self, node: Node, value: Any) -> Any:
+    axis = node.params["axis"]
+    (dim,) = resolve(self.dims.of(node.outputs[0])[axis])
+    if dim not in self.keep:
+      return value
+    return jnp.take(value, self.keep[dim], axis, mode="clip")
+
   def run(self, arguments: Sequence[Any]) -> Any:
     """Apply the program to flat arguments of the new sizes."""
 
     def visit(node: Node, values: list[Any]) -> list[Any]:
+      if node.name == CUT:
+        return [self._cut(node, values[0])]
       outs = _program.bind(node, values, **self._changed(node))
       if node in self.baked:
         outs[0] = outs[0] + self._delta(node).astype(outs[0].dtype)
@@ -198,6 +208,7 @@ def function(
       program = _program.trace(fn, shapes, *inputs)
       try:
         program, _ = _branches.without(program, gone)
+        program = _experts.cut(program, count)
         cache[kind] = resized.at(program, count)
       except ValueError as e:
         raise ValueError(

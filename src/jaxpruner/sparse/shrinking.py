@@ -13,7 +13,7 @@ from jaxpruner import _leaves
 from jaxpruner import program as _program
 from jaxpruner.inspect.summary import warn_if_contradicted
 from jaxpruner.program.owners import Owners, per_weight
-from jaxpruner.sparse import _branches, _resize, _stacks, artifacts
+from jaxpruner.sparse import _branches, _experts, _resize, _stacks, artifacts
 from jaxpruner.sparse._dims import Dims
 from jaxpruner.sparse._removal import Removal
 
@@ -250,6 +250,7 @@ def shrink(
     found = _branches.find(program, variables)
     gone = _branches.empty(program, found, given)
   program, lost = _branches.without(program, gone)
+  program = _experts.cut(program, len(values))
   dims = Dims(program, len(values))
   order = _stacks.Order(program, dims, given)
   removal = Removal(program, dims, {v: order(v, x) for v, x in given.items()})
