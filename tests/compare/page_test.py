@@ -217,7 +217,9 @@ def test_reading_a_run_imports_nothing_that_it_names(
   assert "--import 'no_such'" in capsys.readouterr().err
 
 
-def test_an_output_path_that_is_empty_is_refused(run_folder, capsys):
+def test_a_path_that_is_empty_is_refused(run_folder, capsys):
+  assert report_command.run(parse("")) == 1
+  assert "path of a run folder is empty" in capsys.readouterr().err
   for option in ("--out", "--csv"):
     assert report_command.run(parse(str(run_folder), option, "")) == 1
     assert "is empty" in capsys.readouterr().err

@@ -56,6 +56,8 @@ def run(args: argparse.Namespace) -> int:
     for name, value in {"out": args.out, **chosen}.items():
       if value == "":
         raise ValueError(f"--{name} '': is empty; give a path")
+    if not all(args.runs):
+      raise ValueError("the path of a run folder is empty; give one")
     import_modules(args.imports or ())
     if not args.out and pathlib.Path(args.runs[0]).is_file():
       args.out = str(pathlib.Path(args.runs[0]).with_suffix(""))
