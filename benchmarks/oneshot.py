@@ -123,21 +123,22 @@ def language(args: argparse.Namespace) -> None:
 
   if not known(f"{args.model} dense", args.tokens):
     measure(f"{args.model} dense", model.params, {})
-  for kind in args.types:
-    for method in args.methods:
-      key = f"{args.model} {kind} {method}"
-      if args.allocation != "uniform":
-        key += f" {args.allocation}"
-      if args.again or not known(key, args.tokens):
-        base = method.removesuffix("+distill")
-        params, extra, masks = pruned(
-          model, split(method), base, 0.5, kind, args
-        )
-        extra["calibration_tokens"] = int(learn.size)
-        if base != method:
-          params, more = recovered(model, params, masks, args)
-          extra |= more
-        measure(key, params, extra)
+  for kind, method, allocation in itertools.product(
+    args.types, args.methods, args.allocations
+  ):
+    key = f"{args.model} {kind} {method}"
+    if allocation != "uniform":
+      key += f" {allocation}"
+    if args.again or not known(key, args.tokens):
+      base = method.removesuffix("+distill")
+      params, extra, masks = pruned(
+        model, split(method), base, 0.5, kind, args, allocation=allocation
+      )
+      extra["calibration_tokens"] = int(learn.size)
+      if base != method:
+        params, more = recovered(model, params, masks, args)
+        extra |= more
+      measure(key, params, extra)
 
 
 def recovered(model, params, masks, args) -> tuple[Any, dict]:
@@ -276,7 +277,10 @@ def memory(args: argparse.Namespace) -> None:
     del masks, params
 
 
-def pruned(model, batches, method, sparsity, kind, args, refit=False):
+def pruned(
+  model, batches, method, sparsity, kind, args, refit=False,
+  allocation="uniform",
+):  # fmt: skip
   """Prune by a method, or by "method+blocks": block by block, then trained."""
   solver = method.removesuffix("+blocks")
   run: Any = functools.partial(post_training.prune, refit=refit)
@@ -297,7 +301,7 @@ def pruned(model, batches, method, sparsity, kind, args, refit=False):
     sparsity=sparsity,
     sparsity_type=kind,
     filter_fn=model.filter_fn,
-    allocation=args.allocation,
+    allocation=allocation,
     progress=lambda *at: print(*at, flush=True),
   )
   row = {
@@ -335,7 +339,7 @@ def main() -> None:
   parser.add_argument(
     "--again", action="store_true", help="measure what is there once more"
   )
-  parser.add_argument("--allocation", default="uniform")
+  parser.add_argument("--allocations", nargs="*", default=["uniform"])
   parser.add_argument(
     "--minutes", type=float, default=20, help="of +distill, on two processors"
   )
