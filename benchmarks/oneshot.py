@@ -136,12 +136,12 @@ def language(args: argparse.Namespace) -> None:
       )
       extra["calibration_tokens"] = int(learn.size)
       if base != method:
-        params, more = recovered(model, params, masks, args)
+        params, more = recovered(model, params, masks, kind, args)
         extra |= more
       measure(key, params, extra)
 
 
-def recovered(model, params, masks, args) -> tuple[Any, dict]:
+def recovered(model, params, masks, kind, args) -> tuple[Any, dict]:
   """Train for a while on the dense model's predictions."""
   rows = to_learn(
     model, args.distill_windows, 2, args.window, skip=args.calibration
@@ -175,7 +175,8 @@ def recovered(model, params, masks, args) -> tuple[Any, dict]:
     clock=clock, progress=progress,
   )  # fmt: skip
   if args.keep:
-    files.save(pathlib.Path(args.keep) / "distilled.safetensors", params, masks)
+    name = f"{kind.replace(':', '-')}-distilled.safetensors"
+    files.save(pathlib.Path(args.keep) / name, params, masks)
   return params, {
     "distill_seconds": time.perf_counter() - start,
     "distill_cpu_seconds": time.process_time() - cpu,

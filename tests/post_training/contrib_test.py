@@ -240,7 +240,7 @@ def test_leaves_may_stay_dense():
   np.testing.assert_array_equal(new["layers"][0]["a"], PARAMS["layers"][0]["a"])
 
 
-def test_an_interrupted_run_goes_on_with_the_same_result(tmp_path):
+def test_an_interrupted_run_goes_on_with_the_same_result(tmp_path, monkeypatch):
   whole = prune_blocks(epochs=2)
 
   def stop(done, total, name):
@@ -256,6 +256,10 @@ def test_an_interrupted_run_goes_on_with_the_same_result(tmp_path):
   assert [l.name for l in whole[2].layers] == [l.name for l in again[2].layers]
   with pytest.raises(ValueError, match="epochs"):
     prune_blocks(epochs=3, folder=tmp_path)
+  # Where every block is finished, nothing is computed at all.
+  monkeypatch.setattr(contrib.reconstruction, "_forward", lambda _: None)
+  done = prune_blocks(epochs=2, folder=tmp_path)
+  jax.tree.map(np.testing.assert_array_equal, whole[0], done[0])
 
 
 def test_equal_blocks_are_compiled_once(monkeypatch):
