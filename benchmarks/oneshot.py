@@ -134,7 +134,7 @@ def language(args: argparse.Namespace) -> None:
       params, extra, masks = pruned(
         model, split(method), base, 0.5, kind, args, allocation=allocation
       )
-      extra["calibration_tokens"] = int(learn.size)
+      extra |= {"calibration_tokens": learn.size, "window": learn.shape[1]}
       if base != method:
         params, more = recovered(model, params, masks, kind, args)
         extra |= more
