@@ -41,9 +41,9 @@ ROOMS = {
     "products", "capture", "choosing", "growth", "block_rewiring",
     "_rewire_scores", "_rewire_search", "_rewire_lists", "_rewire_kernel",
     "rewiring", "folding", "tensors", "conversion", "creation", "views",
-    "rules", "lifting", "checking", "states", "making", "differentiation",
-    "stepping", "updaters", "files", "report", "_fresh", "measuring",
-    "__init__",
+    "rules", "joining", "lifting", "checking", "states", "making",
+    "differentiation", "stepping", "updaters", "files", "report", "_fresh",
+    "measuring", "__init__",
   ],
   "program": [
     "primitives", "jaxprs", "tracing", "running", "errors", "owners",

@@ -84,6 +84,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if sys.stdout is not None:  # closed before the start, as by `>&-`
       sys.stdout.flush()
   except OSError as error:
+    if error.errno == errno.ENOSPC and error.filename is not None:
+      print(
+        f"jaxpruner: {error.filename}: {error.strerror}; free some space "
+        "there, and run the command again",
+        file=sys.stderr,
+      )
+      return 1
     if error.filename is not None or error.errno not in _NO_OUTPUT:
       raise
     # What is still buffered goes nowhere, so that Python's own flush at exit

@@ -281,6 +281,15 @@ def test_the_narrower_network_has_as_many_weights_as_the_sparse_one():
   assert shapes["hidden"]["kernel"].shape == (8, 8)
 
 
+def test_a_narrower_network_may_be_a_whole_task():
+  narrow = own(narrower=lambda factor: own(**network(round(16 * factor))))
+  wide = networks.with_width_for(own(), 0.5)
+  found = networks.with_width_for(narrow, 0.5)
+  shapes = [jax.eval_shape(t.init, jax.random.key(0)) for t in (wide, found)]
+  assert shapes[0] == shapes[1]
+  assert found.optimizer() is narrow.optimizer()
+
+
 def test_the_library_finds_a_narrower_network_of_the_same_functions():
   task = networks.with_width_for(own(narrower="channels"), 0.5)
   params = jax.vmap(task.init)(jax.vmap(jax.random.key)(jnp.arange(200)))
@@ -496,6 +505,8 @@ def test_a_folder_that_only_installed_the_package_compares_its_own(tmp_path):
 @pytest.mark.quick
 def test_a_typed_module_is_found_beside_the_user(tmp_path, monkeypatch):
   (tmp_path / "typed_here.py").write_text(helpers.OWN_TASK)
+  (tmp_path / "needs_more.py").write_text("import not_installed")
+  (tmp_path / "broken_here.py").write_text("1 / 0")
   monkeypatch.chdir(tmp_path)
   monkeypatch.setattr(sys, "path", list(sys.path))
   modules.import_task("typed_here:my_task")
@@ -509,7 +520,9 @@ def test_a_typed_module_is_found_beside_the_user(tmp_path, monkeypatch):
   for name, reason in (
     ("typed_here:my_tusk", "did you mean 'my_task'"),
     ("typed_here:X", "must be a subclass"),
-    ("no_such_thing:a", "ModuleNotFoundError"),
+    ("no_such_thing:a", "ModuleNotFoundError.*run the command in its folder"),
+    ("needs_more:a", "'not_installed'; the module needs_more was found; inst"),
+    ("broken_here:a", "ZeroDivisionError.*broken_here was found"),
   ):
     with pytest.raises(ValueError, match=reason):
       modules.import_task(name)

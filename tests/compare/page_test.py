@@ -108,7 +108,8 @@ def test_unfinished_cells_are_shown_as_such(tmp_path):
     run.open_run(helpers.run_info())
   rows = table.rows(str(tmp_path))
   assert {r.problem for r in rows} == {"not finished"}
-  assert "failed: not finished" in exports.to_markdown(rows)
+  text = exports.to_markdown(rows)
+  assert "not finished" in text and "failed" not in text
 
 
 def test_one_seed_shows_no_interval(run_folder):
@@ -130,6 +131,11 @@ def test_the_command_exports_and_explains(run_folder, capsys, tmp_path):
   assert report_command.run(args) == 0
   assert json.loads(capsys.readouterr().out)[0]["algorithm"] == "dense"
   assert target.read_text().startswith("task,sparsity")
+  assert not (tmp_path / "page").exists()
+  words = [str(run_folder), "--csv", "--out", str(tmp_path / "page")]
+  assert report_command.run(parser.parse_args(words)) == 0
+  assert capsys.readouterr().out == target.read_text()
+  assert (tmp_path / "page" / "report.html").exists()
   args = parser.parse_args([str(run_folder / "nothing")])
   assert report_command.run(args) == 1
   assert "not a run folder" in capsys.readouterr().err
@@ -211,7 +217,9 @@ def test_reading_a_run_imports_nothing_that_it_names(
   assert "--import 'no_such'" in capsys.readouterr().err
 
 
-def test_an_output_path_that_is_empty_is_refused(run_folder, capsys):
+def test_a_path_that_is_empty_is_refused(run_folder, capsys):
+  assert report_command.run(parse("")) == 1
+  assert "path of a run folder is empty" in capsys.readouterr().err
   for option in ("--out", "--csv"):
     assert report_command.run(parse(str(run_folder), option, "")) == 1
     assert "is empty" in capsys.readouterr().err

@@ -75,12 +75,12 @@ def test_small_dense_says_which_of_two_equal_sizes_is_better(gain, words):
   assert "2.0 to 2.0 times the FLOPs" in sentence
 
 
-def structure_run(higher=True):
+def structure_run(higher=True, levels=(0.5, 0.9)):
   sign = 1 if higher else -1
   cells = {Cell("dense", 0.0): (DENSE, {"weights": 100, "bytes": 400})}
   cells[Cell("dense", 0.0)][1].update(inference_flops=100.0)
   for kind, loss in (("", 1), ("8x8", 2), ("channels", 4)):
-    for sparsity in (0.5, 0.9):
+    for sparsity in levels:
       kept = round(100 * (1 - sparsity))
       cells[Cell("magnitude", sparsity, kind)] = (
         shifted(-sign * loss * sparsity),
@@ -100,6 +100,12 @@ def test_structure_ranks_at_equal_cost_with_the_sign_of_the_metric(higher):
   sentences = structure_question.verdict(found)
   assert "At equal weights (0.10 of dense) unstructured is best" in sentences[0]
   assert "channels at 90 % 0.55 × dense" in sentences[-1]
+
+
+def test_structures_of_one_sparsity_each_are_compared_once():
+  sentences = structure_question.verdict(structure_run(levels=(0.5,)))
+  assert "At equal weights (0.50 of dense) unstructured" in sentences[0]
+  assert not any("has one sparsity" in text for text in sentences)
 
 
 def test_structure_interpolates_between_the_points_of_a_curve():

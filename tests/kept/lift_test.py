@@ -84,6 +84,15 @@ def test_a_tied_embedding_is_gathered_and_multiplied():
   check(model.apply, model.init(jax.random.key(0), ids), ids)
 
 
+def test_an_embedding_is_looked_up_row_by_row():
+  params = {"rows": normal(7, 4)}
+  ids = jnp.array([[0, 6, 3], [3, 3, -1]])
+  check(lambda p, i: p["rows"][i], params, ids)
+  one = lambda p: lambda i: p["rows"][i]
+  check(lambda p, i: jax.vmap(jax.vmap(one(p)))(i), params, ids)
+  check(lambda p, i: one(p)(i[0, 1]), params, ids)
+
+
 def test_nnx_equinox_and_haiku():
   graph, state = nnx.split(nnx.Linear(4, 3, rngs=nnx.Rngs(0)))
   check(lambda s, x: nnx.merge(graph, s)(x), state, normal(2, 4))
@@ -99,6 +108,34 @@ def test_nnx_equinox_and_haiku():
   net = hk.transform(lambda x: hk.nets.MLP([8, 3])(x))
   params = net.init(jax.random.key(0), normal(2, 4))
   check(lambda p, x: net.apply(p, None, x), params, normal(2, 4))
+
+
+def test_concatenated_gates_are_products_side_by_side():
+  # As the LSTM cell of Flax does; one of the weights is not kept.
+  params = {"c": normal(1, 3), "f": normal(5, 3), "i": normal(5, 4)}
+
+  def model(p, x):
+    gates = jnp.concatenate([p["f"], jnp.tile(p["c"], (5, 1)), p["i"]], -1)
+    return jnp.sin(x @ gates.astype(x.dtype))
+
+  check(model, params, normal(2, 5))
+
+
+def test_joined_weights_may_be_transposed_and_stand_on_the_left():
+  params = {"a": normal(4, 6), "b": normal(3, 6)}
+
+  def model(p, x):
+    both = jnp.concatenate([p["a"], p["b"]]).astype(jnp.float32)
+    return (x @ both.T) @ both
+
+  with pytest.raises(jaxpruner.program.Unsupported, match="dot_general"):
+    check(model, params, normal(2, 6))  # the second contracts the joined axis
+
+  def left(p, x):
+    both = jnp.concatenate([p["a"], p["b"]])
+    return jnp.concatenate([x @ both.T, (both @ x.T).T])
+
+  check(left, params, normal(2, 6))
 
 
 def test_a_weight_shared_by_the_steps_of_a_scan():

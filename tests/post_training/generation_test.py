@@ -232,6 +232,13 @@ def test_oneshot_prunes_a_folder_and_writes_it_back(tmp_path, capsys, oneshot):
     np.testing.assert_array_equal(np.asarray(array)[kept], old[kept])
   assert cli.main(args) == 1
   assert "exists" in capsys.readouterr().err
+  mine = tmp_path / "x.layers" / "mine"
+  mine.parent.mkdir()
+  mine.write_text("kept")
+  assert cli.main([*args[:-1], str(tmp_path / "x")]) == 1
+  assert "holds 'mine' of no job" in capsys.readouterr().err
+  assert mine.read_text() == "kept"
+  mine.unlink()
   trained = tmp_path / "trained"
   args[-1:] = [str(trained), "--blocks", "1", "--distill", "0.0001"]
   assert cli.main(args) == 0

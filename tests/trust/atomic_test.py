@@ -12,6 +12,7 @@ import time
 import pytest
 from faults import ERRORS, Faults, count_calls
 
+from jaxpruner import cli
 from jaxpruner._tools import atomic
 
 pytestmark = pytest.mark.skipif(
@@ -40,6 +41,24 @@ def test_every_failing_call_leaves_old_or_new(tmp_path, at, error):
   after_rename = "replace" in faults.calls[:at]
   assert path.read_bytes() == (b"newer" if after_rename else b"old")
   assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("call", ["write", "fsync"])
+def test_a_full_disk_is_named(tmp_path, call, monkeypatch, capsys):
+  path = tmp_path / "x"
+  at = count_calls(lambda: replace(path)).index(call)
+  with Faults(at, errno.ENOSPC).installed():
+    with pytest.raises(OSError, match="No space left.*'.*/x'"):
+      replace(path)
+
+    def run(_):
+      replace(path)
+
+    monkeypatch.setattr("jaxpruner.sparse.inspect_command.run", run)
+  with Faults(at, errno.ENOSPC).installed():
+    assert cli.main(["inspect", "y"]) == 1
+  said = capsys.readouterr().err
+  assert f"{path}: No space left on device; free some space" in said
 
 
 def test_an_error_in_the_block_leaves_the_old_file(tmp_path):

@@ -98,6 +98,10 @@ def replacing(path: str | os.PathLike) -> Iterator[IO[bytes]]:
     os.replace(temporary, target)
     temporary = None
     sync_folder(target.parent)
+  except OSError as error:
+    if error.errno == errno.ENOSPC and error.filename is None:
+      error.filename = str(target)  # which disk is full
+    raise
   finally:
     if temporary is not None:
       with contextlib.suppress(OSError):
@@ -136,6 +140,11 @@ def _lock(descriptor: int, wait: bool) -> bool | None:
   except OSError:  # a file system without locks
     return None
   return os.fstat(descriptor).st_nlink > 0
+
+
+def is_temporary(path: pathlib.Path) -> bool:
+  """Return whether a path is named as temporary files of this module are."""
+  return _TEMPORARY.fullmatch(path.name) is not None
 
 
 def sweep(folder: str | os.PathLike) -> list[pathlib.Path]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from jaxpruner.compare.statistics import Estimate
-from jaxpruner.compare.table import TableRow
+from jaxpruner.compare.table import NOT_FINISHED, TableRow
 
 NOTHING = "–"
 
@@ -126,11 +126,14 @@ def cells_as_text(
     shown: the columns.
 
   Returns:
-    The texts. A failed row has its name and the reason, and empty cells.
+    The texts. A row without numbers has its name and the reason, and empty
+    cells.
   """
   if row.metric is None:
-    failed = [printable(row.curve), f"failed: {printable(row.problem)}"]
-    return [*failed, *[""] * (len(shown) - 2)]
+    reason = printable(row.problem)
+    if row.problem != NOT_FINISHED:
+      reason = f"failed: {reason}"
+    return [printable(row.curve), reason, *[""] * (len(shown) - 2)]
   return [column.text(row) for column in shown]
 
 

@@ -14,6 +14,7 @@ from jaxpruner.compare.table import TableRow
 from jaxpruner.inspect import plot
 
 CROWD = 8  # curves in one panel that can still be told apart
+LINES = ("-", "--", "-.", ":")
 
 
 def algorithms(table: Sequence[TableRow]) -> list[str]:
@@ -76,16 +77,17 @@ def _draw_list(table: Sequence[TableRow], members: dict[str, list[str]]) -> Any:
   figure, axes = plt.subplots(
     1,
     len(levels),
-    figsize=(1.8 + 3.6 * len(levels), max(2.6, 1.0 + 0.19 * len(lines))),
+    figsize=(
+      0.6 + _name_inches(lines) + 3.4 * len(levels),
+      max(2.6, 1.2 + 0.19 * len(lines)),
+    ),
     sharey=True,
     squeeze=False,
     layout="constrained",
   )
   for axis, level in zip(axes[0], levels, strict=True):
-    for row in _baselines(table, "dense", level):
-      _mark(axis.axvline, axis.axvspan, row, "black", "-", _words(row))
-    for row in _baselines(table, "small_dense", level):
-      _mark(axis.axvline, axis.axvspan, row, "#777777", "--", _words(row))
+    for name in cells.BASELINES:
+      _mark(axis.axvline, axis.axvspan, table, name, level)
     for y, line in enumerate(lines):
       row = found.get((line.algorithm or "", level))
       if row is not None:
@@ -96,9 +98,16 @@ def _draw_list(table: Sequence[TableRow], members: dict[str, list[str]]) -> Any:
     means = [r.metric.mean for r in table if r.metric and r.sparsity == level]
     margin = 0.06 * (max(means) - min(means) or 1.0)
     axis.set_xlim(min(means) - margin, max(means) + margin)
-    axis.legend(loc="best", handlelength=1.6, borderaxespad=0.2)
   _name_lines(axes[0][0], lines)
+  marks = axes[0][0].get_legend_handles_labels()
+  # Below the panels: inside one, a long name would cover points.
+  figure.legend(*marks, loc="outside lower right", handlelength=2.4)
   return figure
+
+
+def _name_inches(lines: Sequence[_Line]) -> float:
+  """Return the room that the names beside the panels need."""
+  return 0.075 * max(len(line.text) for line in lines)
 
 
 def _lines(
@@ -133,24 +142,62 @@ def _draw_interval(axis: Any, y: int, metric: Any, colour: str) -> None:
   axis.plot([metric.mean], [y], "o", color=colour, ms=4)
 
 
-def _baselines(
-  table: Sequence[TableRow], name: str, level: float
-) -> list[TableRow]:
-  """Return the rows of a baseline at a sparsity, one per network."""
-  return [r for r in table if r.algorithm == name and r.sparsity == level]
+def baseline_looks(
+  table: Sequence[TableRow], name: str
+) -> dict[str, dict[str, Any]]:
+  """Return a colour and a line style for each network of a baseline.
+
+  Args:
+    table: the rows.
+    name: `dense` or `small_dense`; it has a network for each value of the
+      task's options.
+
+  Returns:
+    curve -> `{"color", "ls", "marker"}`, keyword arguments of `Axes.plot`.
+
+  Example:
+    >>> baseline_looks([], "dense")
+    {}
+  """
+  curves = dict.fromkeys(r.curve for r in table if r.algorithm == name)
+  first, colour = (0, "black") if name == "dense" else (1, "#777777")
+  return {
+    curve: {
+      "color": colour,
+      "ls": LINES[(first + i) % len(LINES)],
+      "marker": None,
+    }
+    for i, curve in enumerate(curves)
+  }
 
 
-def _words(row: TableRow) -> str:
-  return plot.plain(row.curve.replace("small_dense", "small dense"))
+def _words(curve: str) -> str:
+  return plot.plain(curve.replace("small_dense", "small dense"))
 
 
-def _mark(line: Any, span: Any, row: TableRow | None, colour, ls, label):
-  """Draw a baseline's mean as a line, its interval as a band."""
-  if row is None or row.metric is None:
-    return
-  line(row.metric.mean, lw=1, color=colour, ls=ls, label=label)
-  if not math.isnan(row.metric.low):
-    span(row.metric.low, row.metric.high, color=colour, alpha=0.08, lw=0)
+def _mark(
+  line: Any, span: Any, table: Sequence[TableRow], name: str, level: float
+) -> None:
+  """Draw a baseline's mean as a line; as a band its interval, if it is alone.
+
+  Bands of several networks lie on each other, and none can be read.
+  """
+  looks = baseline_looks(table, name)
+  for row in table:
+    if row.algorithm != name or row.sparsity != level or row.metric is None:
+      continue
+    look = looks[row.curve]
+    line(
+      row.metric.mean,
+      lw=1,
+      color=look["color"],
+      ls=look["ls"],
+      label=_words(row.curve),
+    )
+    if len(looks) == 1 and not math.isnan(row.metric.low):
+      span(
+        row.metric.low, row.metric.high, color=look["color"], alpha=0.08, lw=0
+      )
 
 
 def _draw_panels(
@@ -168,12 +215,11 @@ def _draw_panels(
   )
   look = plot.look(algorithms(table))
   for axis, (group, names) in zip(axes[0], members.items(), strict=True):
-    for row in _baselines(table, "dense", levels[0]):
-      _mark(axis.axhline, axis.axhspan, row, "black", "-", _words(row))
-    grey = {"color": "#777777", "marker": "_", "ls": "--"}
-    for row in _baselines(table, "small_dense", levels[0]):
-      points = _points(table, row.curve, levels)
-      _errorbar(axis, points, 0.0, label=_words(row), **grey)
+    _mark(axis.axhline, axis.axhspan, table, "dense", levels[0])
+    for curve, own in baseline_looks(table, "small_dense").items():
+      points = _points(table, curve, levels)
+      own = own | {"marker": "_"}
+      _errorbar(axis, points, 0.0, label=_words(curve), **own)
     width = 0.5 / max(1, len(names))
     for i, name in enumerate(names):
       offset = (i - (len(names) - 1) / 2) * width

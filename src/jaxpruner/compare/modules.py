@@ -60,10 +60,16 @@ def _import(name: str, option: str) -> ModuleType:
   try:
     return importlib.import_module(name)
   except Exception as error:
+    cure = (
+      "the module must be importable: run the command in its folder, install "
+      "it, or put its folder into PYTHONPATH"
+    )
+    if not isinstance(error, ModuleNotFoundError):
+      cure = f"the module {name} was found, and cannot be imported"
+    elif error.name and not f"{name}.".startswith(f"{error.name}."):
+      cure = f"the module {name} was found; install what it imports"
     raise ValueError(
-      f"{option}: {type(error).__name__}: {error}; the module must be "
-      "importable: run the command in its folder, install it, or put its "
-      "folder into PYTHONPATH"
+      f"{option}: {type(error).__name__}: {error}; {cure}"
     ) from error
 
 

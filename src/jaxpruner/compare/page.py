@@ -26,7 +26,8 @@ thead th { border-bottom: 2px solid #1b1b1b; border-top: 2px solid #1b1b1b; }
 tr.group td { font-style: italic; text-align: left; padding-top: .7rem;
   border-bottom: 1px solid #ccc; }
 tbody tr:last-child td { border-bottom: 2px solid #1b1b1b; }
-td.failed { color: #a40000; text-align: left; white-space: normal; }
+td.failed, td.open { color: #a40000; text-align: left; white-space: normal; }
+td.open { color: #555; }
 figure { margin: 1.2rem 0; overflow-x: auto; }
 figcaption { color: #555; max-width: 70ch; }
 figure svg { max-width: 100%; height: auto; }
@@ -187,8 +188,9 @@ def _html_table(block: columns.Block, shown: Sequence[columns.Column]) -> str:
       texts = [html.escape(text) for text in columns.cells_as_text(row, shown)]
       cells = "".join(f"<td>{text}</td>" for text in texts)
       if row.metric is None:
+        kind = "open" if row.problem == table.NOT_FINISHED else "failed"
         cells = (
-          f"<td>{texts[0]}</td><td class='failed' "
+          f"<td>{texts[0]}</td><td class='{kind}' "
           f"colspan='{len(shown) - 1}'>{texts[1]}</td>"
         )
       lines.append(f"<tr>{cells}</tr>")

@@ -111,10 +111,8 @@ def _curves(table, steps, columns, title) -> Any:
     layout="constrained",
   )
   look = plot.look(metric_picture.algorithms(table))
-  baselines = {"dense": "black", "small_dense": "#777777"}
-  for row in table:
-    if row.algorithm in baselines:
-      look[row.curve] = {"color": baselines[row.algorithm], "marker": None}
+  for name in ("dense", "small_dense"):
+    look |= metric_picture.baseline_looks(table, name)
   drawn = {}
   for i, level in enumerate(levels):
     rows = [row for row in table if row.sparsity == level]
@@ -130,14 +128,29 @@ def _curves(table, steps, columns, title) -> Any:
   if not drawn:
     plt.close(figure)
     return None
+  _legend(figure, drawn)
+  # At the left, where no legend reaches it.
+  figure.suptitle(title, fontsize=10, x=0.01, ha="left")
+  return figure
+
+
+def _legend(figure: Any, drawn: dict[str, Any]) -> None:
+  """Name the curves beside the panels; below them, if the names are long."""
+  longest = max(map(len, drawn))
+  beside = longest <= 20
+  columns = 1
+  if not beside:
+    wide, tall = figure.get_size_inches()
+    columns = max(1, int(wide / (0.5 + 0.07 * longest)))
+    lines = -(-len(drawn) // columns)
+    figure.set_size_inches(wide, tall + 0.2 + 0.165 * lines)
   figure.legend(
     drawn.values(),
     map(plot.plain, drawn),
-    loc="outside right upper",
+    loc="outside right upper" if beside else "outside lower left",
     handlelength=1.8,
+    ncols=columns,
   )
-  figure.suptitle(title, fontsize=10)
-  return figure
 
 
 def _draw_curves(axis, rows, steps: Steps, key, look) -> dict[str, Any]:

@@ -28,7 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
       nargs="?",
       const="-",
       metavar="FILE",
-      help=f"export the table as {name} (to standard output without FILE)",
+      help=f"export the table as {name} (to standard output without FILE); "
+      "the report is then written with --out only",
     )
 
 
@@ -55,16 +56,20 @@ def run(args: argparse.Namespace) -> int:
     for name, value in {"out": args.out, **chosen}.items():
       if value == "":
         raise ValueError(f"--{name} '': is empty; give a path")
+    if not all(args.runs):
+      raise ValueError("the path of a run folder is empty; give one")
     import_modules(args.imports or ())
     if not args.out and pathlib.Path(args.runs[0]).is_file():
       args.out = str(pathlib.Path(args.runs[0]).with_suffix(""))
     with record_files.as_folders(args.runs) as runs:
-      if not any(chosen.values()):
-        out = args.out or args.runs[0]
-        terminal.print_table(page.write_report(runs, out))
-        print(f"report: {pathlib.Path(out) / 'report.html'}")
-        return 0
       rows = [row for path in runs for row in table.rows(path)]
+      exported = any(chosen.values())
+      if args.out or not exported:
+        out = args.out or args.runs[0]
+        page.write_report(runs, out)
+        if not exported:  # standard output may be one
+          terminal.print_table(rows)
+          print(f"report: {pathlib.Path(out) / 'report.html'}")
     for name, target in chosen.items():
       if target == "-":
         sys.stdout.write(writers[name](rows))

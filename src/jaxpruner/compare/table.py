@@ -10,6 +10,8 @@ from jaxpruner.compare.groups import Listed
 from jaxpruner.compare.records import Failure, Record
 from jaxpruner.compare.statistics import Estimate
 
+NOT_FINISHED = "not finished"  # the problem of a cell without a record
+
 
 @dataclasses.dataclass(frozen=True)
 class TableRow:
@@ -151,7 +153,7 @@ def _filled(
 ) -> TableRow:
   """Return a row with the numbers of its record, or with its problem."""
   if record is None:
-    return dataclasses.replace(head, problem="not finished")
+    return dataclasses.replace(head, problem=NOT_FINISHED)
   if isinstance(record, Failure) or record.problem:
     return dataclasses.replace(head, problem=record.problem)
   values = _metric(record, head.metric_name)

@@ -73,7 +73,8 @@ def look(names: Sequence[str]) -> dict[str, dict[str, Any]]:
   """Return a colour and a marker for each name, in order.
 
   Args:
-    names: labels of the curves; after twelve the colours repeat.
+    names: labels of the curves; after twelve the colours repeat, with other
+      markers.
 
   Returns:
     name -> `{"color", "marker"}`, keyword arguments of `Axes.plot`.
@@ -85,7 +86,7 @@ def look(names: Sequence[str]) -> dict[str, dict[str, Any]]:
   return {
     name: {
       "color": COLOURS[i % len(COLOURS)],
-      "marker": MARKERS[i % len(MARKERS)],
+      "marker": MARKERS[(i + i // len(COLOURS)) % len(MARKERS)],
     }
     for i, name in enumerate(names)
   }

@@ -15,10 +15,9 @@ import jax
 import numpy as np
 
 from jaxpruner import program
-from jaxpruner.kept import capture, views
+from jaxpruner.kept import capture, joining, views
 from jaxpruner.kept.rules import RULES
 from jaxpruner.kept.tensors import KeptTensor, is_kept
-from jaxpruner.kept.views import is_view
 from jaxpruner.program import Node, jaxprs
 
 _COPIES = frozenset(
@@ -30,6 +29,10 @@ _CURE = (
   "keep this weight dense with filter_fn, write the operation as a product, or "
   'pass on_unsupported="densify" to kept.lift'
 )
+
+
+def _is_weight(value: Any) -> bool:
+  return views.is_view(value) or joining.is_joined(value)
 
 
 def lift(
@@ -86,7 +89,7 @@ def lift(
     seen = [views.whole(a) if is_kept(a) else a for a in operands]
     lifter = _Lifter(on_unsupported == "densify")
     results = [
-      lifter.decoded(r, None, "it is returned") if is_view(r) else r
+      lifter.decoded(r, None, "it is returned") if _is_weight(r) else r
       for r in lifter.run(closed, seen)
     ]
     return jax.tree.unflatten(jax.tree.structure(out), results)
@@ -121,7 +124,7 @@ class _Lifter:
     return program.run(jaxpr, args, self.visit)
 
   def visit(self, node: Node, args: list[Any]) -> list[Any]:
-    if not any(map(is_view, args)):
+    if not any(map(_is_weight, args)):
       return program.bind(node, args)
     if node.name in _COPIES:
       return args
@@ -130,8 +133,7 @@ class _Lifter:
       return self._call(node, callee, args)
     if node.name == "scan":
       return _scan(self, node, *args)
-    rule = RULES.get(node.name)
-    results = None if rule is None else rule(node, *args)
+    results = _sparse_form(node, args)
     if results is None:
       reason = "it has no sparse form"
       dense = [self.decoded(a, node, reason) for a in args]
@@ -140,7 +142,7 @@ class _Lifter:
 
   def decoded(self, value: Any, node: Node | None, reason: str) -> Any:
     """Return a dense value, or refuse."""
-    if not is_view(value):
+    if not _is_weight(value):
       return value
     path = value.tensor.layout.name
     if not self.densify:
@@ -164,6 +166,18 @@ class _Lifter:
     inner = lambda args: [self.decoded(r, node, "") for r in run(args)]
     policy, cse = node.params["policy"], node.params["prevent_cse"]
     return jax.checkpoint(inner, policy=policy, prevent_cse=cse)(args)
+
+
+def _sparse_form(node: Node, args: list[Any]) -> list[Any] | None:
+  """Return the results of an operation with kept weights, if it has any."""
+  if node.name == "concatenate":
+    return joining.concatenate(node, *args)
+  rule = RULES.get(node.name)
+  if rule is None:
+    return None
+  if any(map(joining.is_joined, args)):
+    return joining.apply(rule, node, *args)
+  return rule(node, *args)
 
 
 def _scan(lifter: _Lifter, node: Node, *args: Any) -> list[Any]:
@@ -190,7 +204,7 @@ def _scan(lifter: _Lifter, node: Node, *args: Any) -> list[Any]:
 
 def _sliced(lifter: _Lifter, node: Node, value: Any) -> Any:
   """Return what a scan slices: the layers of a stack, or an array."""
-  if is_view(value) and value.stacked:
+  if views.is_view(value) and value.stacked:
     if value.order[0] == value.tensor.layout.axis:
       return value.layer()
   reason = (
@@ -229,7 +243,7 @@ def _noting_scan(
 ) -> list[Any]:
   """Run a scan that also returns the inputs of its products, step by step."""
   found: list[capture.Capture] = []
-  stacks = {x.tensor.layout.name for x in xs if is_view(x)}
+  stacks = {x.tensor.layout.name for x in xs if _is_weight(x)}
 
   def body(carry, parts):
     parts, zeros = parts

@@ -146,34 +146,53 @@ def _conv(node: Node, lhs: Any, rhs: Any) -> list[Any] | None:
 
 def _gather(node: Node, view: Any, indices: Any) -> list[Any] | None:
   """Look up whole rows of an embedding."""
-  if not is_view(view):
+  if not is_view(view) or not _whole_rows(view, node.params["slice_sizes"]):
     return None
-  spec, tensor = node.params["dimension_numbers"], view.tensor
-  rank = len(node.outputs[0].shape)
+  spec, out = node.params["dimension_numbers"], node.outputs[0].shape
+  collapsed = tuple(spec.collapsed_slice_dims)
+  one, rank = collapsed == (0,), len(out)
+  starts = tuple(spec.start_index_map)
+  fills = str(node.params["mode"]).endswith(("FILL_OR_DROP", "fill"))
   plain = (
-    not view.stacked
-    and tensor.ndim == 2
-    and view.order == (0, 1)
-    and not getattr(spec, "operand_batching_dims", ())
-    and tuple(spec.collapsed_slice_dims) == (0,)
-    and tuple(spec.start_index_map) == (0,)
-    and tuple(spec.offset_dims) == (rank - 1,)
-    and tuple(node.params["slice_sizes"]) == (1, tensor.shape[1])
+    not getattr(spec, "operand_batching_dims", ())
+    and (one or not collapsed)
+    and tuple(spec.offset_dims) == tuple(range(rank - 2 + one, rank))
+    # A start among the columns is brought to 0, unless misses are filled.
+    and (starts == (0,) or (starts == (0, 1) and not fills))
   )
   if not plain:
     return None
   rows = indices[..., 0]
-  flat = jnp.clip(rows.reshape(-1), 0, tensor.shape[0] - 1).astype(jnp.int32)
-  y = look_up(tensor, flat)
-  if str(node.params["mode"]).endswith(("FILL_OR_DROP", "fill")):
-    inside = (rows >= 0) & (rows < tensor.shape[0])
+  y = _rows_of(view.tensor, rows.reshape(-1))
+  if fills:
+    inside = (rows >= 0) & (rows < view.shape[0])
     fill = node.params.get("fill_value")
     fill = jnp.nan if fill is None else fill
     y = jnp.where(inside.reshape(-1, 1), y, jnp.asarray(fill, y.dtype))
+  return [y.reshape(out)]
+
+
+def _dynamic_slice(node: Node, view: Any, *starts: Any) -> list[Any] | None:
+  """Look up one row of an embedding."""
+  if not is_view(view) or not _whole_rows(view, node.params["slice_sizes"]):
+    return None
+  return [_rows_of(view.tensor, jnp.reshape(starts[0], 1))]
+
+
+def _whole_rows(view: View, sizes: Sequence[int]) -> bool:
+  """Tell whether slices of this size are rows of a matrix as it is kept."""
+  plain = not view.stacked and view.order == (0, 1)
+  return plain and tuple(sizes) == (1, view.shape[1])
+
+
+def _rows_of(tensor: KeptTensor, rows: Array) -> Array:
+  """Return rows of a kept matrix, captured if asked for."""
+  rows = jnp.clip(rows, 0, tensor.shape[0] - 1).astype(jnp.int32)
+  y = look_up(tensor, rows)
   noting = capture.active()
   if noting is not None:
-    y = noting.use(tensor.layout.name, capture.Use(flat, False), y)
-  return [y.reshape(*rows.shape, -1)]
+    y = noting.use(tensor.layout.name, capture.Use(rows, False), y)
+  return y
 
 
 def look_up(tensor: KeptTensor, rows: Array) -> Array:
@@ -206,6 +225,7 @@ RULES: dict[str, Callable[..., list[Any] | None]] = {
   "conv_general_dilated": _conv,
   "convert_element_type": _convert,
   "dot_general": _dot,
+  "dynamic_slice": _dynamic_slice,
   "gather": _gather,
   "reshape": _reshape,
   "stop_gradient": _stop,

@@ -29,7 +29,7 @@ from jaxpruner.post_training.models import (
   resnet50,
 )
 from jaxpruner.post_training.solvers.table import SOLVERS
-from jaxpruner.sparse import _layouts, checkpoints
+from jaxpruner.sparse import _layouts, _staging, checkpoints
 from jaxpruner.sparse._table import size, table
 
 _TRAIN = 16  # times as many windows to train on as to calibrate on
@@ -300,6 +300,7 @@ def run(args: argparse.Namespace) -> int:
   """Prune, save, and print the table; return 1 if that cannot be."""
   folder = pathlib.Path(f"{args.out}.layers")
   try:
+    _staging.check_parts(folder)
     model = _load(args)
     learn, judge, labels = _inputs(args, model)
     if args.distill and model.kind != "text":

@@ -551,8 +551,8 @@ def write(
       for name, part in zip(_parts(encoded), parts, strict=True):
         if name in writer.entries:
           raise ValueError(
-            f"{path}: two tensors would be stored as {name!r}, of which one "
-            f"is a part of {tensor.name!r}; rename one, or use layout='dense'"
+            f"{path}: {name!r} is the name of a tensor and of a part of "
+            "another; rename one, or use layout='dense'"
           )
         writer.add(name, *part, digest)
       if digest is not None:

@@ -205,7 +205,9 @@ class Shards:
     rows = {}
     for name in self.shards:
       about = os.stat(self.path / name)
-      rows[name] = [about.st_size, about.st_mtime_ns]
+      # Programs may set the time of writing, and archives give all their files
+      # one; the time of the last change is the system's.
+      rows[name] = [about.st_size, about.st_mtime_ns, about.st_ctime_ns]
     return {"folder": str(self.path.resolve()), "shards": rows}
 
   def rewrite(

@@ -52,6 +52,27 @@ def claim(folder: pathlib.Path, facts: Mapping[str, Any]) -> str:
   return fingerprint.text(text)
 
 
+def check_parts(folder: pathlib.Path) -> None:
+  """Refuse a folder that may hold more than the parts of a job.
+
+  What is in such a folder is overwritten, moved or deleted when the job ends.
+
+  Args:
+    folder: where parts are to be kept; it may be missing or empty.
+  """
+  cure = "move or delete it, or name another output"
+  for path in (folder, folder / _JOB):
+    if path.is_symlink():
+      raise ValueError(f"{path} is a link, which is not followed; {cure}")
+  if not os.path.lexists(folder):
+    return
+  if not folder.is_dir():
+    raise ValueError(f"{folder} is in the way of a folder of parts; {cure}")
+  found = sorted(p.name for p in folder.iterdir() if not atomic.is_temporary(p))
+  if found and _JOB not in found:
+    raise ValueError(f"{folder} holds {found[0]!r} of no job; {cure}")
+
+
 def check_target(target: str | os.PathLike, overwrite: bool) -> pathlib.Path:
   """Return the path, if a folder may be written there."""
   path = pathlib.Path(os.path.abspath(target))
@@ -84,6 +105,7 @@ def replacing(
   """
   path = check_target(target, overwrite)
   parts = path.with_name(path.name + ".parts")
+  check_parts(parts)
   parts.mkdir(exist_ok=True)
   claim(parts, facts)
   with open(parts / _JOB, "rb") as lock:
@@ -97,14 +119,17 @@ def replacing(
       except OSError:  # a file system without locks
         pass
     yield parts
-    os.unlink(parts / _JOB)
     atomic.sync_folder(parts)
     if path.exists():
       _exchange(parts, path)
-      shutil.rmtree(parts)
     else:
       os.rename(parts, path)
     atomic.sync_folder(path.parent)
+    # Last: parts without a job would be refused if this process died here.
+    os.unlink(path / _JOB)
+    atomic.sync_folder(path)
+    if parts.exists():
+      shutil.rmtree(parts)
 
 
 def _exchange(one: pathlib.Path, other: pathlib.Path) -> None:

@@ -19,6 +19,7 @@ import numpy as np
 
 import jaxpruner
 from jaxpruner import _tools, mask_calculator
+from jaxpruner._tools import fingerprint
 from jaxpruner.sparse import _layouts, _threshold, checkpoints
 from jaxpruner.sparse import _safetensors as st
 from jaxpruner.sparse._progress import track
@@ -204,6 +205,7 @@ class Plan:
       for name in ("include", "exclude")
     }
     more = {k: getattr(self._args, k) for k in ("axis", "seed")}
+    more |= {"jax": fingerprint.settings(), "versions": fingerprint.versions()}
     return self.settings | patterns | more
 
   def _kind(self, tensor: _layouts.Tensor) -> Any:

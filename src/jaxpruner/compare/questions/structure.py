@@ -182,7 +182,11 @@ def _single_words(found: Findings) -> list[str]:
   every = {cost: curve_points(found, cost) for cost in COSTS}
   plain = {c: points.get("unstructured", []) for c, points in every.items()}
   alone = [kind for kind, v in every["weights"].items() if len(v) == 2]
-  for kind in alone if all(plain.values()) else ():
+  if len(alone) == len(every["weights"]) or not all(plain.values()):
+    return []  # all are compared at one cost already
+  for kind in alone:
+    if kind == "unstructured":
+      continue
     parts = []
     for cost, points in every.items():
       place, values, _ = points[kind][0]

@@ -16,6 +16,7 @@ from jaxpruner.compare.tasks import base, narrowing
 
 PyTree = Any
 CHANNELS = "channels"  # a narrower network that the library finds
+_NETWORK = ("init", "apply", "loss", "evaluate")  # what a width changes
 WIDTHS = 128  # `narrower` is called with multiples of 1 / WIDTHS
 # Names under which batches of common loaders hold the network's inputs.
 INPUTS = ("x", "image", "images", "inputs", "input_ids", "tokens")
@@ -33,7 +34,7 @@ class Functions:
   test: Callable[[], Iterable[Any]] | None = None
   inputs: Callable[[Any], Any] | None = None
   optimizer: Any = None
-  narrower: Callable[[float], Mapping[str, Any]] | str | None = None
+  narrower: Callable[[float], Any] | str | None = None
   has_state: bool = False
   name: str = "task"
   metric: str = "accuracy"
@@ -131,10 +132,13 @@ def _narrowed(functions: Functions, width: int) -> Functions:
   if width == WIDTHS or not callable(functions.narrower):
     return functions
   changed = functions.narrower(width / WIDTHS)
+  if isinstance(changed, FunctionTask):
+    changed = {name: getattr(changed.functions, name) for name in _NETWORK}
   if not isinstance(changed, Mapping):
     raise ValueError(
       f"narrower({width / WIDTHS}) returned {changed!r:.60}; it must return a "
-      "dict with the functions that change: init, apply, loss, evaluate, ..."
+      "task, or a dict with the functions that change: init, apply, loss, "
+      "evaluate, ..."
     )
   names = {f.name for f in dataclasses.fields(Functions)} - {"narrower"}
   for name in changed:
@@ -340,8 +344,8 @@ def task(
     **rest: `test` (a function that returns the batches to evaluate on),
       `inputs` (batch -> what `apply` takes), `optimizer` (an Optax optimizer,
       or steps -> one), `narrower` (for the small dense baseline: width factor
-      in (0, 1] -> dict of those arguments that change; or "channels", where
-      the functions take weights of any width), `has_state`,
+      in (0, 1] -> a narrower task, or a dict of those arguments that change; or
+      "channels", where the functions take weights of any width), `has_state`,
       `name`, `metric` ("accuracy"), `unit`, `higher_is_better`,
       `distribution` ("erk"), `pruning` (further keys of the updater's
       configuration, such as `custom_sparsity_map`), `batching`: seeds train
