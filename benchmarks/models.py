@@ -371,13 +371,17 @@ def main() -> None:
   command = [sys.executable, __file__, "--seconds", str(options.seconds)]
   if options.rivals:
     command += ["--rivals", options.rivals]
+  failed: list[str] = []
   for name in options.only:
     for sparsity in options.sparsities:
       for cores in options.cores:
         asked = json.dumps([name, sparsity, cores])
         out = subprocess.run(
-          [*command, "--row", asked], stdout=subprocess.PIPE, check=True
+          [*command, "--row", asked], stdout=subprocess.PIPE, check=False
         )
+        if out.returncode:
+          failed.append(asked)
+          continue
         row = json.loads(out.stdout.splitlines()[-1])
         rows = {_key(r): r for r in _stored(record)} | {_key(row): row}
         brief = {k: row[k] for k in ("wall", "cpu", "rivals", "formats")}
@@ -387,6 +391,8 @@ def main() -> None:
   if not options.quick:
     text = sections(_stored(record))
     page.write("models", "Whole models", text, time.time() - start)
+  if failed:
+    sys.exit(f"failed: {', '.join(failed)}; their old rows are kept")
 
 
 def _stored(record: pathlib.Path) -> list[dict[str, Any]]:

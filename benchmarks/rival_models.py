@@ -55,7 +55,10 @@ def main() -> None:
   with contextlib.redirect_stdout(sys.stderr):
     model_zoo.Onnx(arrays).save(model, shape, path)
     run = RIVALS[rival](path, int(threads))
-    np.save(folder / f"{rival}.npy", run(x))
+    y = run(x)
+    if y.ndim == 4:
+      y = y.transpose(0, 2, 3, 1)
+    np.save(folder / f"{rival}.npy", y)
   print("ready", file=answers, flush=True)
   for _ in sys.stdin:
     start = time.perf_counter()

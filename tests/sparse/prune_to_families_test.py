@@ -131,7 +131,19 @@ class Experts(nn.Module):
     return nn.Dense(5)(x)
 
 
+class GroupNorms(nn.Module):
+  """A group of channels goes whole: it has a mean and a variance."""
+
+  @nn.compact
+  def __call__(self, x):
+    x = nn.relu(nn.GroupNorm(16)(nn.Conv(32, (3, 3))(x)))
+    y = nn.relu(nn.GroupNorm(24)(nn.Conv(48, (3, 3))(x)))
+    x = nn.relu(x + nn.GroupNorm(16)(nn.Conv(32, (3, 3))(y)))
+    return nn.Dense(4)(x.mean((1, 2)))
+
+
 CASES = {
+  "group-norms": (GroupNorms(), normal(1, 8, 8, 3)),
   "resnet": (ResNet(), normal(1, 16, 16, 3)),
   "vit": (ViT(), normal(2, 8, 8, 3)),
   "gqa-decoder": (Decoder(), jnp.arange(6)[None]),

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import jaxpruner
+from jaxpruner import sparse
 from jaxpruner.sparse import budgets
 
 RNG = np.random.default_rng(0)
@@ -218,6 +219,8 @@ def test_latency_is_measured():
     ({"params": 0.5, "scores": "taylor"}, "needs grads"),
     ({"params": 0.5, "least": 1}, "least=1 must be"),
     ({"params": 0.5, "filter_fn": lambda *_: False}, "no group of slices"),
+    ({"depth": 0.5}, "there is no residual block"),
+    ({"depth": 1.0}, "depth=1.0 must be"),
   ],
 )
 def test_errors_name_the_cure(options, words):
@@ -269,3 +272,101 @@ def test_a_width_keeps_a_part_of_every_dimension(turned):
   assert pruned.reached == 0.5
   least = jaxpruner.prune_to(network, weights, normal(1, 3), width=0.01)
   assert np.shape(least.small.params["a"]) == (3, 1)
+
+
+class Blocks(nn.Module):
+  """Attention and hidden layers, or convolutions, each added to its input."""
+
+  parallel: bool = False
+
+  @nn.compact
+  def __call__(self, x):
+    x = nn.Dense(16)(x)
+    for _ in range(2):
+      h = nn.LayerNorm()(x)
+      y = nn.MultiHeadDotProductAttention(num_heads=2)(h, h)
+      x = x + y
+      h = h if self.parallel else nn.LayerNorm()(x)
+      x = x + nn.Dense(16)(nn.gelu(nn.Dense(48)(h)))
+    return nn.Dense(3)(x)
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+@pytest.mark.parametrize("scores", budgets.SCORES)
+def test_whole_residual_blocks_go(parallel, scores):
+  model, x = Blocks(parallel), normal(2, 5, 6)
+  weights = drawn(jax.eval_shape(model.init, jax.random.key(0), x))
+  low = weights["params"]["MultiHeadDotProductAttention_1"]["out"]
+  low["kernel"], low["bias"] = low["kernel"] * 1e-3, low["bias"] * 1e-3
+  low = weights["params"]["MultiHeadDotProductAttention_1"]["value"]
+  low["kernel"] = low["kernel"] * 1e-3
+  grads = jax.grad(lambda p: (model.apply(p, x) ** 2).sum())(weights)
+  pruned = check(model.apply, weights, x, depth=0.75, scores=scores,
+                 grads=grads)  # fmt: skip
+  assert pruned.reached == 0.75 and not pruned.groups
+  (block,) = pruned.blocks
+  if scores != "taylor":  # whose sums may cancel
+    assert block == "params/MultiHeadDotProductAttention_1"
+  gone = [x for x in jax.tree.leaves(pruned.small.params) if not x.size]
+  assert gone and not pruned.small.same_code
+  # Fewer operations are left, and other batches work.
+  more = pruned.small.fn(pruned.small.params, jnp.concatenate([x, x]))
+  np.testing.assert_allclose(
+    more[2:], model.apply(pruned.params, x), rtol=1e-4, atol=1e-4
+  )
+
+
+def test_depth_goes_before_width(tmp_path):
+  model, x = Residual(), normal(1, 4, 4, 3)
+  weights = drawn(jax.eval_shape(model.init, jax.random.key(0), x))
+  weights["batch_stats"] = jax.tree.map(jnp.abs, weights["batch_stats"])
+  total = count(weights)
+  own = sum(
+    count(weights[kind].get(name, ()))
+    for kind in weights
+    for name in ("Conv_1", "Conv_2", "BatchNorm_1", "BatchNorm_2")
+  )
+  with pytest.raises(ValueError, match="ask for more depth"):
+    jaxpruner.prune_to(model.apply, weights, x, params=0.5, depth=0.4)
+  share = 0.8 * (1 - own / total)
+  pruned = check(model.apply, weights, x, params=share, depth=0.4)
+  assert len(pruned.blocks) == len(pruned.groups) == 1
+  assert not pruned.small.params["params"]["Conv_1"]["kernel"].size
+  path = tmp_path / "small.jaxpruner"
+  pruned.small.save(path)
+  want = pruned.small.fn(pruned.small.params, x)
+  np.testing.assert_allclose(sparse.load_model(path)(x), want, rtol=1e-5)
+  small = pruned.small.shrink({"m": weights})["m"]
+  assert jax.tree.map(jnp.shape, small) == jax.tree.map(
+    jnp.shape, pruned.small.params
+  )
+
+
+def test_the_filter_and_bad_numbers_hold_for_blocks():
+  model, x = Blocks(), normal(1, 3, 6)
+  weights = drawn(jax.eval_shape(model.init, jax.random.key(0), x))
+  pruned = check(
+    model.apply, weights, x, depth=0.5,
+    filter_fn=lambda names, _: "Attention" in "/".join(names)
+    or "LayerNorm" in "/".join(names),
+  )  # fmt: skip
+  (block,) = pruned.blocks
+  assert block.startswith("params/MultiHeadDotProductAttention_")
+  weights["params"]["Dense_1"]["kernel"] *= jnp.nan
+  with pytest.raises(ValueError, match="scores are not finite"):
+    jaxpruner.prune_to(model.apply, weights, x, depth=0.5)
+
+
+def test_zero_blocks_are_taken_out_only_when_asked_for():
+  weights = {name: normal(6, 6) for name in ("a", "b", "c")}
+  weights["c"] *= 0
+  fn = lambda p, x: x + jnp.tanh(x @ p["a"]) + jnp.sin(x @ p["b"]) @ p["c"]
+  x = normal(2, 6)
+  kept = sparse.shrink(fn, weights, x)
+  assert kept.params["b"].shape == (6, 1)  # as before: one unit stays
+  small = sparse.shrink(fn, weights, x, blocks=True)
+  assert [small.params[k].size for k in "abc"] == [36, 0, 0]
+  np.testing.assert_array_equal(small.fn(small.params, x), fn(weights, x))
+  # A result that zero weights do not make zero stays.
+  one = lambda p, x: x + jnp.cos(x @ p["c"])
+  assert sparse.shrink(one, weights, x, blocks=True).params["c"].size

@@ -34,6 +34,8 @@ MIN_SIZE = 4096
 # what takes microseconds beyond the noise of calling it.
 MARGIN = 1.1
 CALL = 5e-6
+# Spells of equally many turns into which a measurement is cut.
+SPELLS = 8
 # Seconds that a measurement takes at least, if its budget has them.
 LEAST = 0.05
 _MAX_CACHE = 1 << 26  # bytes of a file of timings that are read
@@ -84,15 +86,22 @@ def summarize(runs: Mapping[str, list[float]]) -> dict[str, float]:
 
   The fastest tenth of each thunk's runs counts, because a late thread can make
   a run several times as long, sometimes for most of a measurement. Beside
-  that, a format must be as much faster than dense in three of four turns.
+  that, a format must be as much faster than dense in three of four spells: in
+  each the best runs are compared, so that a machine with other work, which
+  delays any run, favours none.
   """
   times = {name: float(np.quantile(t, 0.1)) for name, t in runs.items()}
   dense = runs.get("dense")
   if dense is None:
     return times
-  for name, taken in runs.items():
+  spells = np.array_split(np.arange(len(dense)), min(SPELLS, len(dense)))
+  best = {
+    name: np.array([np.asarray(taken)[spell].min() for spell in spells])
+    for name, taken in runs.items()
+  }
+  for name, taken in best.items():
     if name != "dense":
-      ratios = np.divide(dense, np.maximum(taken, 1e-12))
+      ratios = best["dense"] / np.maximum(taken, 1e-12)
       usual = max(float(np.quantile(ratios, 0.25)), 1e-12)
       times[name] = max(times[name], times["dense"] / usual)
   return times

@@ -7,7 +7,7 @@ everything that belongs to it in every array.
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,6 +18,8 @@ from jaxpruner import _leaves
 from jaxpruner import program as _program
 from jaxpruner.program import Node, Program, Var
 from jaxpruner.program.primitives import PRODUCTS
+from jaxpruner.sparse import _branches
+from jaxpruner.sparse._branches import Branch
 from jaxpruner.sparse._dims import Dim, Dims, complete, is_depthwise, resolve
 from jaxpruner.sparse._removal import Removal
 
@@ -31,12 +33,21 @@ class Traced:
     dims: the dims of its arrays.
     values: the parameters.
     names: their paths.
+    lost: those of residual blocks that were taken out.
   """
 
   program: Program
   dims: Dims
   values: dict[Var, np.ndarray]
   names: dict[Var, str]
+  lost: Collection[Var] = ()
+
+  def without(self, blocks: Sequence[Branch]) -> "Traced":
+    """Return the function without some of its residual blocks."""
+    gone = [(b.node, b.side) for b in blocks]
+    program, lost = _branches.without(self.program, gone)
+    dims = Dims(program, len(self.values))
+    return dataclasses.replace(self, program=program, dims=dims, lost=lost)
 
   def removable(self) -> list[Dim]:
     """Return the dims of which `shrink` can remove any indices."""
@@ -44,6 +55,7 @@ class Traced:
     owned = dict.fromkeys(
       d
       for v in self.values
+      if v not in self.lost
       for d in self.dims.flat(v)
       if not d.blocked and d not in joined
     )
@@ -61,6 +73,8 @@ class Traced:
 
   def mask(self, var: Var, keep: Mapping[Dim, np.ndarray]) -> np.ndarray:
     """Return the mask of a parameter: 1 where all its indices are kept."""
+    if var in self.lost:
+      return np.zeros(var.shape, np.uint8)
     keep = complete(self.dims.segments, dict(keep))
     flat = self.dims.flat(var)
     mask = np.ones([d.size for d in flat], np.uint8)
@@ -203,7 +217,9 @@ def _parts(dims: Dims) -> dict[Dim, list[Dim]]:
 def size_cost(traced: Traced, per_weight: Callable[[Any], float]) -> Cost:
   """Return the cost of storing the parameters."""
   return Cost([
-    (per_weight(v.dtype), traced.dims.flat(v)) for v in traced.values
+    (per_weight(v.dtype), traced.dims.flat(v))
+    for v in traced.values
+    if v not in traced.lost
   ], _parts(traced.dims))  # fmt: skip
 
 

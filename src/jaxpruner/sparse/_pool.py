@@ -5,6 +5,8 @@ since 2024); the constants below are byte offsets in it. Nothing here holds the
 GIL or calls Python.
 """
 
+import platform
+
 from llvmlite import ir
 from numba import njit
 from numba.core import cgutils, types
@@ -29,6 +31,9 @@ _SCHEDULE, _NUM_THREADS = 136, 144
 # XLA_FFI_Buffer
 _DTYPE, _DATA, _RANK, _DIMS = 16, 24, 32, 40
 _U16, _BF16 = 7, 16
+
+# How often a waiting thread looks before it yields its processor.
+SPINS = 200
 
 # A job is an array of int64: these, and then whatever the work needs.
 NEXT, DONE, OWNERS, TASKS, FIRST_FREE = range(5)
@@ -77,9 +82,11 @@ def look(_, address):
 
 @intrinsic
 def pause(_):
-  """Let the other half of a core work while this one waits (x86)."""
+  """Let the other half of a core work while this one waits (on x86)."""
 
   def emit(context, b, signature, args):
+    if platform.machine() not in ("x86_64", "AMD64"):
+      return context.get_dummy_value()
     kind = ir.FunctionType(ir.VoidType(), [])
     name = "llvm.x86.sse2.pause"
     b.call(cgutils.get_or_insert_function(b.module, kind, name), [])
@@ -130,8 +137,15 @@ def set_field(job, index, value):
 
 @jit
 def wait_for(address, value):
-  """Spin until a counter has reached `value`."""
-  while atomic_add(address, 0) < value:
+  """Spin until a counter has reached `value`; soon let others work too.
+
+  What is waited for are tasks that have begun: mostly they end in microseconds.
+  """
+  for _ in range(SPINS):
+    if look(address) >= value:
+      return
+    pause()
+  while look(address) < value:
     yield_()
 
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxpruner import program as _program
 from jaxpruner.program import Node, Program, Var
+from jaxpruner.sparse import _branches
 from jaxpruner.sparse._dims import (
   Axis,
   Dim,
@@ -170,7 +171,10 @@ _SIZES: dict[str, Callable[[Resized, Node], dict[str, Any]]] = {
 
 
 def function(
-  fn: Callable[..., Any], resized: Resized, shapes: Any
+  fn: Callable[..., Any],
+  resized: Resized,
+  shapes: Any,
+  gone: Sequence[tuple[int, int]] = (),
 ) -> Callable[..., Any]:
   """Return `fn` at the new sizes; other input shapes are traced on demand.
 
@@ -178,6 +182,7 @@ def function(
     fn: the original `fn(params, *inputs)`.
     resized: its program at the example's shapes, and the choice.
     shapes: shapes and dtypes of the original parameters.
+    gone: the residual blocks that it lost, see `_branches.without`.
   """
   treedef = jax.tree.structure(shapes)
   count = treedef.num_leaves
@@ -192,6 +197,7 @@ def function(
     if kind not in cache:
       program = _program.trace(fn, shapes, *inputs)
       try:
+        program, _ = _branches.without(program, gone)
         cache[kind] = resized.at(program, count)
       except ValueError as e:
         raise ValueError(

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from jaxpruner import _leaves
-from jaxpruner.sparse import _choose, _groups
+from jaxpruner.sparse import _branches, _choose, _groups
 from jaxpruner.sparse._dims import Dim
 from jaxpruner.sparse.shrinking import Shrunk, shrink
 
@@ -50,6 +50,8 @@ class PrunedTo:
     fan_in: a tree like `params`: the fraction that is left of the inputs that
       a weight's product adds up, 1 for other leaves. Divide by its square root
       to draw initial weights of the smaller model from those of the given one.
+    blocks: the residual blocks that were taken out, by the path that their
+      matrices share.
 
   Example:
     >>> import numpy as np
@@ -70,9 +72,11 @@ class PrunedTo:
   wanted: float
   reached: float
   fan_in: Any
+  blocks: list[str] = dataclasses.field(default_factory=list)
 
   def __str__(self) -> str:
-    lines = [f"{g.name}: {g.before} -> {g.after}" for g in self.groups]
+    lines = [f"{block}: taken out" for block in self.blocks]
+    lines += [f"{g.name}: {g.before} -> {g.after}" for g in self.groups]
     lines.append(
       f"{self.kind}: {self.reached:.1%} left, {self.wanted:.1%} asked for; "
       f"{self.fixed} dimensions cannot become smaller"
@@ -90,6 +94,7 @@ def prune_to(
   bytes: float | None = None,
   latency: float | None = None,
   width: float | None = None,
+  depth: float | None = None,
   scores: str = "magnitude",
   grads: Any = None,
   filter_fn: Callable[[tuple[str, ...], Any], bool] | None = None,
@@ -113,7 +118,10 @@ def prune_to(
     bytes: the fraction of the bytes of the parameters.
     latency: the fraction of the time of one call, measured here.
     width: the fraction of each dimension that remains, at least one slice.
-      Exactly one of these five is given.
+      Exactly one of these five is given, or `depth` alone.
+    depth: the fraction of the residual blocks (f in x + f(x)) that remain.
+      The others are taken out first, and the budget is met by width. Their
+      parameters stay in the tree, with a first axis of length 0.
     scores: "magnitude" (sum of squares), "taylor" (|sum of weight times
       gradient|; needs `grads`) or "activations" (norm of the activations times
       norm of the weights that they meet, on the example inputs).
@@ -140,44 +148,54 @@ def prune_to(
     >>> pruned.small.params["up"].shape
     (8, 16)
 
+    Whole blocks, here the only one of two that does little:
+
+    >>> def two(p, x):
+    ...   for name in ("first", "second"):
+    ...     x = x + jnp.tanh(x @ p[name]["up"]) @ p[name]["down"]
+    ...   return x
+    >>> params = {name: {"up": scale * rng.normal(size=(8, 32)),
+    ...                  "down": scale * rng.normal(size=(32, 8))}
+    ...           for name, scale in (("first", 0.1), ("second", 1.0))}
+    >>> print(prune_to(two, params, np.ones((1, 8)), depth=0.5))
+    first: taken out
+    depth: 50.0% left, 50.0% asked for; 1 dimensions cannot become smaller
+
   Papers: the groups follow DepGraph (Fang et al., 2023); scores by activations
     are those of FASP (2025) and Minitron (Muralidharan et al., 2024), by
     gradients those of Molchanov et al. (2019).
   """
   kind, fraction = _budget(
-    params=params, flops=flops, bytes=bytes, latency=latency, width=width
-  )
+    depth, params=params, flops=flops, bytes=bytes, latency=latency,
+    width=width,
+  )  # fmt: skip
   if not 0 <= least < 1:
     raise ValueError(f"least={least} must be at least 0 and below 1")
   if scores not in SCORES:
     raise ValueError(f"scores={scores!r} must be one of {', '.join(SCORES)}")
-  traced, treedef = _groups.trace(apply_fn, weights, example_inputs)
-  every = dict.fromkeys(d for v in traced.values for d in traced.dims.flat(v))
-  dims = _groups.chosen(traced, weights, filter_fn)
-  ranked = _scores(traced, dims, scores, weights, grads, example_inputs)
-  make = _Maker(apply_fn, weights, example_inputs, traced, treedef, ranked)
-  if kind == "latency":
-    keep, small, reached = make.to_latency(fraction, least)
-  elif kind == "width":
-    sizes = {d: max(1, round(fraction * d.size)) for d in ranked}
-    keep = _groups.best(ranked, sizes)
-    small = make.small(keep)
-    reached = sum(sizes.values()) / sum(d.size for d in ranked)
+  whole, treedef = _groups.trace(apply_fn, weights, example_inputs)
+  score = _Scores(scores, weights, grads, example_inputs)
+  traced, blocks, reached = whole, [], 1.0
+  if depth is not None:
+    blocks, reached = _blocks(whole, depth, score, filter_fn)
+    traced = whole.without(blocks)
+  make = _Maker(apply_fn, weights, example_inputs, whole, traced, treedef)
+  keep: dict[Dim, np.ndarray] = {}
+  if kind == "depth":
+    dims, small = traced.removable(), make.small(keep)
   else:
-    cost = _cost(traced, kind)
-    keep = _groups.plan(cost, ranked, fraction, least)
-    small = make.small(keep)
-    reached = _reached(cost, keep)
-    if abs(reached - fraction) > 0.01:
-      raise ValueError(
-        f"{kind}={fraction}: {reached:.1%} is as near as removing whole "
-        f"groups comes with least={least}; ask for another fraction, lower "
-        "`least`, or let filter_fn take more"
-      )
-  masks = make.masks(keep)
+    dims = _groups.chosen(traced, weights, filter_fn)
+    ranked = score.of_dims(traced, dims)
+    keep, small, reached = make.to(kind, fraction, ranked, least)
+  every = dict.fromkeys(
+    d
+    for v in traced.values
+    if v not in traced.lost
+    for d in traced.dims.flat(v)
+  )
   return PrunedTo(
     params=make.masked(keep),
-    masks=masks,
+    masks=make.masks(keep),
     small=small,
     groups=[
       Group(traced.name(d), d.size, int(k.sum()))
@@ -189,61 +207,116 @@ def prune_to(
     wanted=fraction,
     reached=reached,
     fan_in=treedef.unflatten(traced.fan_in(keep).values()),
+    blocks=[_branches.name(block, whole.names) for block in blocks],
   )
 
 
-def _budget(**given: float | None) -> tuple[str, float]:
+def _budget(depth: float | None, **given: float | None) -> tuple[str, float]:
   """Return the one budget that is given."""
   found = [(k, v) for k, v in given.items() if v is not None]
-  if len(found) != 1:
+  if len(found) > 1 or (not found and depth is None):
     names = ", ".join(given)
     raise ValueError(f"give exactly one of {names}; {len(found)} are given")
-  kind, fraction = found[0]
-  if not 0 < fraction < 1:
-    raise ValueError(
-      f"{kind}={fraction} must be above 0 and below 1: the fraction that "
-      "remains"
-    )
-  return kind, fraction
+  for kind, fraction in [*found, ("depth", depth)]:
+    if fraction is not None and not 0 < fraction < 1:
+      raise ValueError(
+        f"{kind}={fraction} must be above 0 and below 1: the fraction that "
+        "remains"
+      )
+  if found:
+    return found[0]
+  assert depth is not None
+  return "depth", depth
 
 
-def _scores(
-  traced: _groups.Traced,
-  dims: list[Dim],
-  scores: str,
-  params: Any,
-  grads: Any,
-  inputs: Sequence[Any],
-) -> dict[Dim, np.ndarray]:
-  """Return a score for each group, comparable between dims."""
-  values = traced.values
-  if scores == "activations":
-    flat = jax.tree.leaves(inputs)
+@dataclasses.dataclass(frozen=True)
+class _Scores:
+  """What a slice or a block is worth."""
+
+  kind: str
+  params: Any
+  grads: Any
+  inputs: Sequence[Any]
+
+  def of_dims(
+    self, traced: _groups.Traced, dims: list[Dim]
+  ) -> dict[Dim, np.ndarray]:
+    """Return a score for each group, comparable between dims."""
+    if self.kind == "activations":
+      found = _groups.activation_scores(traced, dims, self._numbers())
+    else:
+      found = _groups.weight_scores(traced, dims, self._arrays(traced))
+      found = {d: np.abs(s) for d, s in found.items()}
+    for dim, score in found.items():
+      self._check(traced.name(dim), score)
+    return _groups.relative(found)
+
+  def of_blocks(
+    self, traced: _groups.Traced, blocks: Sequence[_branches.Branch]
+  ) -> np.ndarray:
+    """Return a score for each residual block."""
+    if self.kind == "activations":
+      arguments = [*traced.values.values(), *self._numbers()]
+      found = _branches.shares(traced.program, blocks, arguments)
+    else:
+      found = _branches.worth(blocks, self._arrays(traced))
+    for block, score in zip(blocks, found, strict=True):
+      self._check(_branches.name(block, traced.names), np.array([score]))
+    return np.abs(found)
+
+  def _check(self, name: str, score: np.ndarray) -> None:
+    if not np.isfinite(score).all():
+      raise ValueError(
+        f"{name}: {int((~np.isfinite(score)).sum())} scores are not finite; "
+        "look for NaN in params, grads or inputs"
+      )
+
+  def _numbers(self) -> list[Any]:
+    """Return the example inputs, which must not be shapes."""
+    flat = jax.tree.leaves(self.inputs)
     if any(isinstance(x, jax.ShapeDtypeStruct) for x in flat):
       raise ValueError(
         'scores="activations" needs example inputs with numbers, not shapes'
       )
-    found = _groups.activation_scores(traced, dims, flat)
-  elif scores == "taylor":
-    if grads is None:
+    return flat
+
+  def _arrays(self, traced: _groups.Traced) -> dict[Any, np.ndarray]:
+    """Return what each weight is worth."""
+    values = traced.values
+    if self.kind == "magnitude":
+      return {v: np.square(x.astype(np.float64)) for v, x in values.items()}
+    if self.grads is None:
       raise ValueError('scores="taylor" needs grads, a tree like the weights')
-    leaves = _leaves.align(params, grads)
-    products = {
+    leaves = _leaves.align(self.params, self.grads)
+    return {
       v: x.astype(np.float64) * (0.0 if g is None else np.asarray(g))
       for (v, x), g in zip(values.items(), leaves, strict=True)
     }
-    found = _groups.weight_scores(traced, dims, products)
-    found = {d: np.abs(s) for d, s in found.items()}
-  else:
-    squares = {v: np.square(x.astype(np.float64)) for v, x in values.items()}
-    found = _groups.weight_scores(traced, dims, squares)
-  for dim, score in found.items():
-    if not np.isfinite(score).all():
-      raise ValueError(
-        f"{traced.name(dim)}: {int((~np.isfinite(score)).sum())} scores are "
-        "not finite; look for NaN in params, grads or inputs"
-      )
-  return _groups.relative(found)
+
+
+def _blocks(
+  traced: _groups.Traced, depth: float, score: _Scores, filter_fn: Any
+) -> tuple[list[_branches.Branch], float]:
+  """Return the residual blocks that go, and the fraction that stays."""
+  found = _branches.find(traced.program, traced.values)
+  if filter_fn is not None:
+    named, _ = _leaves.flatten_with_names(score.params)
+    taken = {
+      v
+      for v, (names, leaf) in zip(traced.values, named, strict=True)
+      if filter_fn(names, leaf)
+    }
+    found = [b for b in found if b.params <= taken]
+  if not found:
+    raise ValueError(
+      f"depth={depth}: there is no residual block, f in x + f(x) with "
+      "parameters of its own (layers of a scan share theirs)"
+      + (", that filter_fn takes" if filter_fn else "")
+    )
+  order = np.argsort(score.of_blocks(traced, found), kind="stable")
+  stay = round(depth * len(found))
+  gone = sorted(order[: len(found) - stay].tolist())
+  return [found[i] for i in gone], stay / len(found)
 
 
 def _cost(traced: _groups.Traced, kind: str) -> _groups.Cost:
@@ -256,10 +329,6 @@ def _cost(traced: _groups.Traced, kind: str) -> _groups.Cost:
   return _groups.size_cost(traced, per_weight[kind])
 
 
-def _reached(cost: _groups.Cost, keep: Mapping[Dim, np.ndarray]) -> float:
-  return cost.total({d: int(k.sum()) for d, k in keep.items()}) / cost.total({})
-
-
 @dataclasses.dataclass(frozen=True)
 class _Maker:
   """Makes the smaller model of a choice."""
@@ -267,9 +336,53 @@ class _Maker:
   apply_fn: Callable[..., Any]
   params: Any
   inputs: Sequence[Any]
-  traced: _groups.Traced
+  whole: _groups.Traced
+  traced: _groups.Traced  # without the blocks that go
   treedef: Any
-  scores: dict[Dim, np.ndarray]
+
+  def to(
+    self,
+    kind: str,
+    fraction: float,
+    scores: dict[Dim, np.ndarray],
+    least: float,
+  ) -> tuple[dict[Dim, np.ndarray], Shrunk, float]:
+    """Return what stays, the smaller model, and the fraction reached."""
+    if kind == "latency":
+      return self._to_latency(scores, fraction, least)
+    if kind == "width":
+      sizes = {d: max(1, round(fraction * d.size)) for d in scores}
+      keep = _groups.best(scores, sizes)
+      reached = sum(sizes.values()) / sum(d.size for d in scores)
+    else:
+      keep, reached = self._to_cost(kind, scores, fraction, least)
+    return keep, self.small(keep), reached
+
+  def _to_cost(
+    self,
+    kind: str,
+    scores: dict[Dim, np.ndarray],
+    fraction: float,
+    least: float,
+  ) -> tuple[dict[Dim, np.ndarray], float]:
+    cost = _cost(self.traced, kind)
+    whole = _cost(self.whole, kind).total({})
+    left = cost.total({}) / whole
+    if left < fraction - 0.01:
+      raise ValueError(
+        f"{kind}={fraction}: without the residual blocks {left:.1%} is left; "
+        "ask for more depth"
+      )
+    keep = _groups.plan(cost, scores, min(fraction / left, 1), least)
+    sizes = {d: int(k.sum()) for d, k in keep.items()}
+    reached = cost.total(sizes) / whole
+    if abs(reached - fraction) > 0.01:
+      raise ValueError(
+        f"{kind}={fraction}: {reached:.1%} is as near as removing whole "
+        f"groups comes with least={least}; ask for another fraction, lower "
+        "`least`, or let filter_fn take more"
+      )
+    return keep, reached
 
   def masks(self, keep: Mapping[Dim, np.ndarray]) -> Any:
     return self.treedef.unflatten(
@@ -283,10 +396,12 @@ class _Maker:
     ])  # fmt: skip
 
   def small(self, keep: Mapping[Dim, np.ndarray]) -> Shrunk:
-    return shrink(self.apply_fn, self.masked(keep), *self.inputs)
+    masked = self.masked(keep)
+    blocks = len(self.traced.lost) > 0
+    return shrink(self.apply_fn, masked, *self.inputs, blocks=blocks)
 
-  def to_latency(
-    self, fraction: float, least: float
+  def _to_latency(
+    self, scores: dict[Dim, np.ndarray], fraction: float, least: float
   ) -> tuple[dict[Dim, np.ndarray], Shrunk, float]:
     """Find the fraction of operations that takes the wanted time."""
     cost = _groups.flops_cost(self.traced)
@@ -296,7 +411,7 @@ class _Maker:
     best: tuple[float, Any, Any, float] | None = None
     for _ in range(6):
       middle = fraction if best is None else (low + high) / 2
-      keep = _groups.plan(cost, self.scores, middle, least)
+      keep = _groups.plan(cost, scores, middle, least)
       small = self.small(keep)
       fast = jax.jit(small.fn)
       times = _choose.measure({

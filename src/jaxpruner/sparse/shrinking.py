@@ -13,7 +13,7 @@ from jaxpruner import _leaves
 from jaxpruner import program as _program
 from jaxpruner.inspect.summary import warn_if_contradicted
 from jaxpruner.program.owners import Owners, per_weight
-from jaxpruner.sparse import _resize, _stacks, artifacts
+from jaxpruner.sparse import _branches, _resize, _stacks, artifacts
 from jaxpruner.sparse._dims import Dims
 from jaxpruner.sparse._removal import Removal
 
@@ -196,6 +196,7 @@ def shrink(
   params: Any,
   *example_inputs: Any,
   masks: Any = None,
+  blocks: bool = False,
 ) -> Shrunk:
   """Remove masked channels, neurons and heads from all coupled arrays.
 
@@ -214,6 +215,9 @@ def shrink(
     *example_inputs: inputs, or their shapes.
     masks: a tree like `params` of uint8 masks (1 = kept) or None; by default
       the zeros of `params`.
+    blocks: also take out residual blocks, f in x + f(x), that are zero for
+      every input. Their parameters stay in the tree, with a first axis of
+      length 0, and `same_code` is False.
 
   Returns:
     The smaller model; `print` it for the removed slices and for the zero slices
@@ -240,25 +244,35 @@ def shrink(
   )
   program = _program.trace(apply_fn, shapes, *example_inputs)
   variables = program.inputs[: len(values)]
-  dims = Dims(program, len(values))
   given = dict(zip(variables, values, strict=True))
+  gone: list[tuple[int, int]] = []
+  if blocks:
+    found = _branches.find(program, variables)
+    gone = _branches.empty(program, found, given)
+  program, lost = _branches.without(program, gone)
+  dims = Dims(program, len(values))
   order = _stacks.Order(program, dims, given)
   removal = Removal(program, dims, {v: order(v, x) for v, x in given.items()})
   resized = _resize.Resized(program, dims, removal.keep, removal.baked)
 
+  def cut(var: _program.Var, array: np.ndarray) -> np.ndarray:
+    if var in lost:
+      return array[:0] if array.ndim else array
+    return resized.take(array, dims.of(var))
+
   def take(index: int, array: np.ndarray) -> np.ndarray:
     var = variables[index]
-    return resized.take(order(var, array), dims.of(var))
+    return cut(var, order(var, array))
 
-  small = [resized.take(removal.values[v], dims.of(v)) for v in variables]
+  small = [cut(v, removal.values[v]) for v in variables]
   new_params = treedef.unflatten([jnp.asarray(x) for x in small])
-  new_fn = _resize.function(apply_fn, resized, shapes)
+  new_fn = _resize.function(apply_fn, resized, shapes, gone)
   names = [_leaves.join(_leaves.path_names(path)) for path, _ in paths]
   rows = list(zip(names, variables, small, strict=True))
   return Shrunk(
     params=new_params,
     fn=new_fn,
-    same_code=_same(apply_fn, new_fn, new_params, example_inputs),
+    same_code=not gone and _same(apply_fn, new_fn, new_params, example_inputs),
     removed=[
       Removed(name, v.shape, x.shape)
       for name, v, x in rows
@@ -267,6 +281,7 @@ def shrink(
     blocked=[
       Blocked(name, axis, count, removal.reason(dims.of(v)[axis]))
       for name, v, x in rows
+      if v not in lost
       for axis, count in enumerate(_empty(x))
       if count and x.shape[axis] > 1
     ],
