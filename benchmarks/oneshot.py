@@ -36,6 +36,7 @@ from jaxpruner.post_training import (
   models,
 )
 from jaxpruner.post_training.models import resnet50
+from jaxpruner.sparse import files
 
 RESULTS = pathlib.Path(__file__).parent.parent / "docs/results/oneshot.json"
 KINDS = ("enwik8", "sotu", "imdb")
@@ -73,12 +74,18 @@ def known(key: str, amount: int, of: str = "tokens") -> bool:
   return rows.get(key, {}).get(of, 0) >= amount
 
 
-def to_learn(model, rows: int, seed: int = 0) -> np.ndarray:
-  """Token windows to calibrate on; another seed draws other stories."""
+def to_learn(
+  model, rows: int, seed: int = 0, window: int = 0, skip: int = 0
+) -> np.ndarray:
+  """Token windows to learn from, without the first `skip` of each text.
+
+  A model that tells its own stories is given others by another seed.
+  """
   if model.sample:
     return model.sample(rows, seed)
-  encode, length = model.tokenizer.encode, model.window
-  return calibration_text.mixed(three_texts(0), encode, length, rows)
+  encode, length = model.tokenizer.encode, window or model.window
+  texts, skip = three_texts(0), skip * len(KINDS)
+  return calibration_text.mixed(texts, encode, length, rows + skip)[skip:]
 
 
 def to_judge(model, args) -> dict[str, np.ndarray]:
@@ -96,7 +103,8 @@ def to_judge(model, args) -> dict[str, np.ndarray]:
 def language(args: argparse.Namespace) -> None:
   """Measure a language model, dense and pruned."""
   model = models.load(args.model)
-  learn, judge = to_learn(model, args.calibration), to_judge(model, args)
+  learn = to_learn(model, args.calibration, window=args.window)
+  judge = to_judge(model, args)
   # Blocks learn from one batch per step: small ones give more steps.
   size = lambda method: args.batch if "+blocks" in method else 4
   split = lambda method: np.split(learn, len(learn) // size(method))
@@ -115,48 +123,65 @@ def language(args: argparse.Namespace) -> None:
 
   if not known(f"{args.model} dense", args.tokens):
     measure(f"{args.model} dense", model.params, {})
-  for kind in args.types:
-    for method in args.methods:
-      key = f"{args.model} {kind} {method}"
-      if args.allocation != "uniform":
-        key += f" {args.allocation}"
-      if args.again or not known(key, args.tokens):
-        base = method.removesuffix("+distill")
-        params, extra, masks = pruned(
-          model, split(method), base, 0.5, kind, args
-        )
-        extra["calibration_tokens"] = int(learn.size)
-        if base != method:
-          params, more = recovered(model, params, masks, args)
-          extra |= more
-        measure(key, params, extra)
+  for kind, method, allocation in itertools.product(
+    args.types, args.methods, args.allocations
+  ):
+    key = f"{args.model} {kind} {method}"
+    if allocation != "uniform":
+      key += f" {allocation}"
+    if args.again or not known(key, args.tokens):
+      base = method.removesuffix("+distill")
+      params, extra, masks = pruned(
+        model, split(method), base, 0.5, kind, args, allocation=allocation
+      )
+      extra |= {"calibration_tokens": learn.size, "window": learn.shape[1]}
+      if base != method:
+        params, more = recovered(model, params, masks, kind, args)
+        extra |= more
+      measure(key, params, extra)
 
 
-def recovered(model, params, masks, args) -> tuple[Any, dict]:
+def recovered(model, params, masks, kind, args) -> tuple[Any, dict]:
   """Train for a while on the dense model's predictions."""
-  rows = to_learn(model, args.distill_windows, 2)
+  rows = to_learn(
+    model, args.distill_windows, 2, args.window, skip=args.calibration
+  )
   rng = np.random.default_rng(0)
   batches = (
-    rows[rng.choice(len(rows), args.distill_batch, replace=False)]
+    rows[chosen]
     for _ in itertools.count()
+    for chosen in rng.permutation(len(rows))[
+      : len(rows) // args.distill_batch * args.distill_batch
+    ].reshape(-1, args.distill_batch)
   )
-  steps = []
+  losses = []
 
   def progress(step: int, loss: float) -> None:
-    steps.append(loss)
+    losses.append(loss)
     if step % 10 == 1:
-      print(f"step {step}, loss {loss:.4f}", flush=True)
+      mean = np.mean(losses[-30:])
+      print(f"step {step}, {clock():.0f} s, loss {mean:.4f}", flush=True)
 
   start, cpu = time.perf_counter(), time.process_time()
+
+  def clock() -> float:
+    """Seconds of two processors, or the part of the wall time given."""
+    wall = (time.perf_counter() - start) * args.minutes / args.wall_minutes
+    return max((time.process_time() - cpu) / 2, wall)
+
   params = contrib.distill(
     model.apply_fn, params, masks, model.params, batches,
     seconds=60 * args.minutes, learning_rate=args.distill_rate,
-    progress=progress,
+    clock=clock, progress=progress,
   )  # fmt: skip
+  if args.keep:
+    name = f"{kind.replace(':', '-')}-distilled.safetensors"
+    files.save(pathlib.Path(args.keep) / name, params, masks)
   return params, {
     "distill_seconds": time.perf_counter() - start,
     "distill_cpu_seconds": time.process_time() - cpu,
-    "distill_steps": len(steps),
+    "distill_steps": len(losses),
+    "distill_tokens": len(losses) * args.distill_batch * rows.shape[1],
     "distill_rate": args.distill_rate,
     "distill_batch": args.distill_batch,
   }
@@ -253,7 +278,10 @@ def memory(args: argparse.Namespace) -> None:
     del masks, params
 
 
-def pruned(model, batches, method, sparsity, kind, args, refit=False):
+def pruned(
+  model, batches, method, sparsity, kind, args, refit=False,
+  allocation="uniform",
+):  # fmt: skip
   """Prune by a method, or by "method+blocks": block by block, then trained."""
   solver = method.removesuffix("+blocks")
   run: Any = functools.partial(post_training.prune, refit=refit)
@@ -274,7 +302,7 @@ def pruned(model, batches, method, sparsity, kind, args, refit=False):
     sparsity=sparsity,
     sparsity_type=kind,
     filter_fn=model.filter_fn,
-    allocation=args.allocation,
+    allocation=allocation,
     progress=lambda *at: print(*at, flush=True),
   )
   row = {
@@ -296,6 +324,9 @@ def main() -> None:
   parser.add_argument("--images", type=int, default=10_000)
   parser.add_argument("--calibration", type=int, default=128, help="windows")
   parser.add_argument(
+    "--window", type=int, default=0, help="tokens per window to calibrate on"
+  )
+  parser.add_argument(
     "--methods", nargs="*", default=["magnitude", "wanda", "sparsegpt"]
   )
   parser.add_argument("--types", nargs="*", default=["unstructured", "2:4"])
@@ -309,8 +340,13 @@ def main() -> None:
   parser.add_argument(
     "--again", action="store_true", help="measure what is there once more"
   )
-  parser.add_argument("--allocation", default="uniform")
-  parser.add_argument("--minutes", type=float, default=20, help="of +distill")
+  parser.add_argument("--allocations", nargs="*", default=["uniform"])
+  parser.add_argument(
+    "--minutes", type=float, default=20, help="of +distill, on two processors"
+  )
+  parser.add_argument(
+    "--wall-minutes", type=float, default=240, help="of +distill, at most"
+  )
   parser.add_argument("--distill-windows", type=int, default=512)
   parser.add_argument("--distill-batch", type=int, default=1)
   parser.add_argument("--distill-rate", type=float, default=1e-4)

@@ -1,6 +1,7 @@
 """Writing text: the cache changes nothing, drawing follows its seed."""
 
 import functools
+import itertools
 import pathlib
 import sys
 import types
@@ -11,7 +12,13 @@ import numpy as np
 import pytest
 
 from jaxpruner import cli, post_training
-from jaxpruner.post_training import generation, models
+from jaxpruner.post_training import (
+  contrib,
+  generation,
+  models,
+  oneshot_command,
+)
+from jaxpruner.post_training.contrib import reconstruction
 from jaxpruner.post_training.models import decoder, hub
 
 PROMPT = [1, 5, 30, 7]
@@ -157,22 +164,61 @@ def test_texts_longer_than_the_positions_are_refused(tmp_path):
     post_training.Writer(models.load_folder(tmp_path / "m"), 65)
 
 
-def test_oneshot_prunes_a_folder_and_writes_it_back(
-  tmp_path, monkeypatch, capsys
-):
-  folder = tmp_path / "old"
+@pytest.fixture
+def oneshot(tmp_path, monkeypatch):
+  """The arguments of `jaxpruner oneshot` for a tiny folder and a text."""
+  folder, text = tmp_path / "old", tmp_path / "text"
   hub_models.write_folder(folder, "llama2", num_hidden_layers=1)
   fake = types.SimpleNamespace(Tokenizer=FakeTokenizer)
   monkeypatch.setitem(sys.modules, "tokenizers", fake)
   (folder / "tokenizer.json").write_text("{}")
-  text, new = tmp_path / "text", tmp_path / "new"
   rng = np.random.default_rng(0)
   text.write_text(" ".join(map(str, rng.integers(0, 32, 4_000))))
-  args = [
+  return [
     "oneshot", "--model", str(folder), "--method", "magnitude", "--sparsity",
     "0.5", "--calibration", str(text), "--samples", "4", "--judge", "4",
-    "--out", str(new),
+    "--out", str(tmp_path / "new"),
   ]  # fmt: skip
+
+
+def test_oneshot_goes_on_after_the_last_finished_block(
+  tmp_path, monkeypatch, capsys, oneshot
+):
+  def broken(*_, **__):
+    raise OSError("no space left")
+
+  with monkeypatch.context() as patch:
+    patch.setattr(oneshot_command, "_write_folder", broken)
+    assert cli.main([*oneshot, "--blocks", "1"]) == 1
+  assert "no space" in capsys.readouterr().err
+  with monkeypatch.context() as patch:  # nothing is solved or trained again
+    patch.setattr(reconstruction, "_solve", broken)
+    assert cli.main([*oneshot, "--blocks", "1"]) == 0
+  assert sorted(p.name for p in tmp_path.iterdir()) == ["new", "old", "text"]
+
+
+def test_oneshot_trains_on_text_after_that_it_calibrated_on(
+  monkeypatch, oneshot
+):
+  seen = []
+
+  def distill(apply_fn, params, masks, teacher, batches, **_):
+    seen.extend(next(batches) for _ in range(40))
+    return params
+
+  monkeypatch.setattr(contrib, "distill", distill)
+  assert cli.main([*oneshot, "--distill", "1"]) == 0
+  text = pathlib.Path(oneshot[oneshot.index("--calibration") + 1]).read_text()
+  half = text[: len(text) // 2].split()
+  window = seen[0].shape[1]
+  rows = [half[i : i + window] for i in range(0, len(half), window)]
+  there = [[rows.index(row) for row in x.astype(str).tolist()] for x in seen]
+  assert set(itertools.chain(*there)) <= set(range(4, 4 + 16 * 4))
+  assert len(set(itertools.chain(*there))) > 8
+
+
+def test_oneshot_prunes_a_folder_and_writes_it_back(tmp_path, capsys, oneshot):
+  args, folder, new = oneshot, tmp_path / "old", tmp_path / "new"
   assert cli.main(args) == 0
   assert "perplexity" in capsys.readouterr().out
   assert (new / "config.json").is_file()

@@ -25,10 +25,14 @@ _COPIES = frozenset(
 )
 # Derivative rules of their own would be lost if we entered these.
 _RULED = frozenset("custom_jvp_call custom_vjp_call".split())
-_CURE = (
-  "keep this weight dense with filter_fn, write the operation as a product, or "
-  'pass on_unsupported="densify" to kept.lift'
-)
+
+
+def _cure(path: str) -> str:
+  return (
+    f'keep this weight dense with custom_sparsity_map={{"{path}": None}} (or '
+    "filter_fn), write the operation as a product, or pass "
+    'on_unsupported="densify" to kept.lift'
+  )
 
 
 def _is_weight(value: Any) -> bool:
@@ -148,9 +152,9 @@ class _Lifter:
     if not self.densify:
       if node is None:
         raise ValueError(
-          f"kept.lift: the parameter {path!r}: {reason}; {_CURE}"
+          f"kept.lift: the parameter {path!r}: {reason}; {_cure(path)}"
         )
-      raise program.unsupported("kept.lift", node, reason, _CURE, path)
+      raise program.unsupported("kept.lift", node, reason, _cure(path), path)
     warnings.warn(
       f"kept.lift: the parameter {path!r} is decoded to its dense size: "
       + (reason if node is None else str(node)),

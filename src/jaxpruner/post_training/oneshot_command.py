@@ -32,6 +32,8 @@ from jaxpruner.post_training.solvers.table import SOLVERS
 from jaxpruner.sparse import _layouts, _staging, checkpoints
 from jaxpruner.sparse._table import size, table
 
+_TRAIN = 16  # times as many windows to train on as to calibrate on
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
   """Declare the options."""
@@ -253,21 +255,34 @@ def _prune(
     raise ValueError(
       "--blocks trains biases, in order: drop --refit, --one-pass"
     )
-  return contrib.prune_blocks(*given, **options, epochs=args.blocks)
+  return contrib.prune_blocks(
+    *given, **options, epochs=args.blocks, folder=folder
+  )
+
+
+def _more(args: argparse.Namespace, model: models.Model) -> np.ndarray:
+  """Return windows to train on, of text after that to calibrate on."""
+  rows = _TRAIN * args.samples
+  if model.sample and args.calibration is None:
+    return model.sample(rows, 2)
+  # Some eight characters per token are enough for any of the tokenizers.
+  text = _text(args, 0)[: 8 * (args.samples + rows) * model.window]
+  found = evaluation.windows(model.tokenizer.encode(text), model.window)
+  after = found[args.samples :][:rows]
+  return after if len(after) else found  # a short text: the same again
 
 
 def _distill(
-  args: argparse.Namespace, model: models.Model, params, masks, batches
+  args: argparse.Namespace, model: models.Model, params, masks
 ) -> Any:
-  """Train for so many minutes on the calibration batches, in turns."""
-  if model.kind != "text":
-    raise ValueError(
-      f"--distill needs a model of text, {args.model} is one of {model.kind}s"
-    )
+  """Train for so many minutes on windows of text, in turns."""
+  windows = _more(args, model)
   rng = np.random.default_rng(0)
-  turns = (batches[i] for _ in itertools.count() for i in rng.permutation(
-    len(batches)
-  ))  # fmt: skip
+  turns = (
+    windows[i : i + 1]
+    for _ in itertools.count()
+    for i in rng.permutation(len(windows))
+  )
   last = [0.0]
 
   def progress(step: int, loss: float) -> None:
@@ -288,13 +303,19 @@ def run(args: argparse.Namespace) -> int:
     _staging.check_parts(folder)
     model = _load(args)
     learn, judge, labels = _inputs(args, model)
-    step = 4 if model.kind != "image" else min(len(learn), 20)
+    if args.distill and model.kind != "text":
+      raise ValueError(
+        f"--distill needs a model of text, {args.model} is one of {model.kind}s"
+      )
+    # A block takes one step per batch: small ones fit it better.
+    step = min(len(learn), 20) if model.kind == "image" else 4
+    step = 1 if args.blocks and model.kind == "text" else step
     batches = [
       learn[i : i + step] for i in range(0, len(learn) // step * step, step)
     ]
     params, masks, report = _prune(args, model, batches, folder)
     if args.distill:
-      params = _distill(args, model, params, masks, batches)
+      params = _distill(args, model, params, masks)
     words = ("model", "method", "sparsity", "type", "blocks", "distill")
     settings = {k: getattr(args, k) for k in words}
     if os.path.isdir(args.model):

@@ -141,24 +141,25 @@ def prune_blocks(
   solve = functools.partial(_solve, targets, kind, settings, {})
   leaves, masks = list(model.leaves), [None] * len(model.leaves)
   train = _Trainer(epochs, learning_rate, seed)
-  pruned = dense = rows
+  pruned, dense = _Rows(rows), _Rows(rows)
   layers = []
   blocks = _blocks.split(model.graph, parts, len(leaves), span)
   for at, block in enumerate(blocks):
     run = train.forward(block)
-    dense = run([model.leaves[i] for i in block.leaves], dense)
+    dense.later(run, [model.leaves[i] for i in block.leaves])
     kept = finished.load(at, {i: leaves[i] for i in block.leaves})
     if kept is not None:
       for i in block.leaves:
         leaves[i], masks[i] = _like(leaves[i], kept[0][i]), kept[1][i]
       found = kept[2]
     else:
-      found = solve(model, block, leaves, masks, pruned)
-      train.fit(block, leaves, masks, pruned, [row[0] for row in dense])
+      found = solve(model, block, leaves, masks, pruned.now())
+      goals = [row[0] for row in dense.now()]
+      train.fit(block, leaves, masks, pruned.now(), goals)
       held = lambda x, b=block: {i: x[i] for i in b.leaves}
       finished.save(at, held(leaves), held(masks), found)
     layers += found
-    pruned = run([leaves[i] for i in block.leaves], pruned)
+    pruned.later(run, [leaves[i] for i in block.leaves])
     if progress is not None:
       progress(len(layers), len(parts), layers[-1].name)
   seconds = time.perf_counter() - start
@@ -228,6 +229,28 @@ def _apply(
 ) -> Any:
   leaves = [params[names[i]] for i in block.leaves]
   return _program.run(block.program, [*leaves, *live])[0]
+
+
+class _Rows:
+  """The batches between two blocks, computed when they are asked for.
+
+  Where all later blocks are in the folder already, nobody asks.
+  """
+
+  def __init__(self, rows: list[Any]):
+    self._rows = rows
+    self._waiting: list[tuple[Callable[[Any, Any], list[Any]], Any]] = []
+
+  def later(self, run: Callable[[Any, Any], list[Any]], leaves: Any) -> None:
+    """Note that the next block runs with these leaves."""
+    self._waiting.append((run, leaves))
+
+  def now(self) -> list[Any]:
+    """Return the batches after all blocks that were noted."""
+    while self._waiting:
+      run, leaves = self._waiting.pop(0)
+      self._rows = run(leaves, self._rows)
+    return self._rows
 
 
 @dataclasses.dataclass
