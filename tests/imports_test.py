@@ -33,8 +33,8 @@ CORE = [
 # here once its modules have an order.
 ROOMS = {
   "engine": [
-    "conditional", "order", "expression", "leaves", "warm_start", "search",
-    "counting", "dispatch", "selection", "__init__",
+    "order", "expression", "leaves", "warm_start", "search", "counting",
+    "dispatch", "selection", "__init__",
   ],
   "kept": [
     "places", "blocks", "bitmaps", "layouts", "block_products", "_kernel",
@@ -50,9 +50,9 @@ ROOMS = {
     "windows", "__init__",
   ],
   "updater": [
-    "state", "prunable", "masks", "ranking", "moments", "hidden", "draw",
-    "seeds", "checks", "selecting", "start", "at_once", "transform", "hooks",
-    "__init__",
+    "conditional", "state", "prunable", "masks", "ranking", "moments", "hidden",
+    "draw", "seeds", "checks", "selecting", "start", "at_once", "transform",
+    "hooks", "__init__",
   ],
 }  # fmt: skip
 # Packages that import nothing of this library but themselves.

@@ -25,8 +25,8 @@ WHOLE = [(48,), (6, 16), (3, 48)]
 def find(is_sharded, leaves, ones, hint=None, together=False):
   """Count as on one device or on many; return masks, finiteness, thresholds."""
   group = Group([jnp.asarray(leaf) for leaf in leaves], together)
-  found = counting.find_thresholds(group, ones, hint, is_sharded)
-  return group.masks(found.level, found.cut), found.finite, found.level
+  level, cut, finite = counting.find_thresholds(group, ones, hint, is_sharded)
+  return group.masks(level, cut), finite, level
 
 
 @functools.partial(jax.jit, static_argnames="together")

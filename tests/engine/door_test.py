@@ -8,24 +8,6 @@ import pytest
 from jaxpruner import engine
 
 
-@pytest.mark.parametrize("due", [True, False])
-def test_run_if_runs_only_if_due(due):
-  carry = {"mask": jnp.arange(4), "count": jnp.int32(3)}
-  fn = lambda c: {"mask": c["mask"] * 2, "count": c["count"] + 1}
-  expected = fn(carry) if due else carry
-  eager = engine.run_if(due, fn, carry)
-  jitted = jax.jit(lambda d, c: engine.run_if(d, fn, c))(jnp.array(due), carry)
-  for got in (eager, jitted):
-    jax.tree.map(np.testing.assert_array_equal, got, expected)
-
-
-def test_run_if_is_not_traced_when_concrete():
-  calls = []
-  assert engine.run_if(False, lambda c: calls.append(1) or c, 1) == 1
-  assert engine.run_if(np.True_, lambda c: calls.append(1) or c + 1, 1) == 2
-  assert len(calls) == 1
-
-
 @pytest.mark.quick
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_keys_of_a_single_leaf_are_not_stored(dtype):

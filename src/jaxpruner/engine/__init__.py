@@ -10,7 +10,6 @@ may be arrays or expressions (`defer`, `apply`), which are never stored. The
 README beside this file tells the algorithm.
 """
 
-from jaxpruner.engine.conditional import run_if
 from jaxpruner.engine.expression import ScoreExpr, Scores, apply, defer, value
 from jaxpruner.engine.leaves import row_from
 from jaxpruner.engine.search import count_true, totals
@@ -27,7 +26,6 @@ __all__ = [
   "defer",
   "new_hint",
   "row_from",
-  "run_if",
   "select",
   "totals",
   "value",

@@ -19,11 +19,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jaxtyping import Float, Int, UInt
+from jaxtyping import Int
 
 from jaxpruner.engine import order, search, warm_start
-from jaxpruner.engine.leaves import Group, flat_index, vary
-from jaxpruner.engine.search import COUNT, PROBES
+from jaxpruner.engine.leaves import Group, PerSegment, flat_index, row, vary
+from jaxpruner.engine.order import Keys
+from jaxpruner.engine.search import COUNT, PROBES, Counts, Row
+from jaxpruner.engine.warm_start import Hint
 
 COPIED = 1 << 15  # scores of a leaf that is always copied: 128 kB of keys
 SAMPLED = 1 << 18  # scores of a segment whose passes cost more than a sample
@@ -33,11 +35,8 @@ _LAST = np.uint32(np.iinfo(np.uint32).max)
 
 
 def find_thresholds(
-  group: Group,
-  keep: UInt[Array, " segments"],
-  hint: Float[Array, "leaves 3"] | None,
-  is_sharded: bool,
-) -> search.Found:
+  group: Group, keep: PerSegment, hint: Hint | None, is_sharded: bool
+) -> list[Array]:
   """Find the thresholds of all segments.
 
   Args:
@@ -48,8 +47,8 @@ def find_thresholds(
     is_sharded: whether leaves may be spread over devices.
 
   Returns:
-    The thresholds. With a hint, the search takes the same path on any number of
-    devices.
+    Level, cut and finiteness of each segment. With a hint, the search takes
+    the same path on any number of devices.
   """
   sizes, anchor = group.segment_sizes, (group.leaves, keep)
   dtypes = [leaf.dtype for leaf in group.leaves[: len(sizes)]]
@@ -72,17 +71,18 @@ def find_thresholds(
     return lax.fori_loop(np.uint32(0), number, add, zeros)
 
   def one_leaf(leaf: Array, table: Array) -> Array:
-    packed = lax.dynamic_index_in_dim(table, leaf, keepdims=False)
-    packed = search.search(packed, functools.partial(count_leaf, leaf))
-    return lax.dynamic_update_index_in_dim(table, packed, leaf, 0)
+    found = search.search(row(table, leaf), functools.partial(count_leaf, leaf))
+    return lax.dynamic_update_index_in_dim(
+      table, found, leaf, 0, allow_negative_indices=False
+    )
 
   if group.together:
     table = search.search(table[0], count_all)[None]
   else:
     table = lax.fori_loop(np.uint32(0), number, one_leaf, table)
-  found = search.found(table, group.key_dtype)
+  level, cut, finite = search.found(table, group.key_dtype)
   is_float = np.array([jnp.issubdtype(d, jnp.floating) for d in dtypes])
-  return found._replace(finite=found.finite | ~is_float)
+  return [level, cut, finite | ~is_float]
 
 
 def split(sizes: np.ndarray, is_sharded: bool) -> tuple[list[int], list[int]]:
@@ -100,9 +100,7 @@ def split(sizes: np.ndarray, is_sharded: bool) -> tuple[list[int], list[int]]:
   return np.flatnonzero(is_small).tolist(), np.flatnonzero(~is_small).tolist()
 
 
-def counter(
-  group: Group, is_sharded: bool
-) -> Callable[..., UInt[Array, " probes"]]:
+def counter(group: Group, is_sharded: bool) -> Callable[..., Counts]:
   """Return `count(leaf, packed)`: how many scores of a leaf reach each probe.
 
   Args:
@@ -118,26 +116,22 @@ def counter(
   facts = np.stack([np.argsort(small + large), group.offsets, group.sizes], 1)
   facts = facts.astype(np.uint32)
 
-  def copy(place: int) -> Int[Array, " length"]:
-    keys = group.keys(group.leaves[small[place]]).reshape(-1)
+  def copy(leaf: int) -> Int[Array, " length"]:
+    keys = group.keys(group.leaves[leaf]).reshape(-1)
     lowest = np.iinfo(keys.dtype).min  # no probe is as low
     return jnp.pad(keys, (0, length - keys.size), constant_values=lowest)
 
-  def from_copy(packed: Array, fact: Array) -> Array:
-    keys = switch(fact[0], copy, len(small))
+  def from_copy(packed: Array, fact: Array) -> list[Array]:
+    keys = switch(fact[0], [functools.partial(copy, leaf) for leaf in small])
     index = flat_index(keys.shape)
     # Padding gets an index whose key is below all probes.
     index = jnp.where(index < fact[2], index + fact[1], _LAST)
-    return search.reached(keys, index, packed, None)
+    return search.reached(keys, index, packed, None, COUNT)
 
-  def large_leaf(place: int, packed: Array, fact: Array) -> Array:
-    scores = group.leaves[large[place]]
-
-    def count(by_index: bool | None) -> Array:
-      return _count_leaf(
-        group.keys(scores), packed, fact[1], by_index, is_sharded
-      )
-
+  def large_leaf(packed: Array, offset: Array, leaf: int) -> list[Array]:
+    count: Callable[..., list[Array]] = lambda by_index: _count_leaf(
+      group.keys(group.leaves[leaf]), packed, offset, by_index, is_sharded
+    )
     if group.key_dtype.itemsize > 2 and len(group.leaves) > 1:
       return count(None)
     # Keys of 16 bits are compared as such, twice as many at once as indices.
@@ -151,62 +145,52 @@ def counter(
       lambda: count(False),
     )
 
-  def in_place(packed: Array, fact: Array) -> Array:
+  def in_place(packed: Array, fact: Array) -> list[Array]:
+    run = functools.partial(large_leaf, packed, fact[1])
     place = fact[0] - np.uint32(len(small))
-    return switch(place, large_leaf, len(large), packed, fact)
+    return switch(place, [functools.partial(run, leaf) for leaf in large])
 
   def count(leaf: Any, packed: Array) -> Array:
-    table = jnp.asarray(facts)
-    fact = lax.dynamic_index_in_dim(table, leaf, keepdims=False)
+    fact = row(jnp.asarray(facts), leaf)
     if not (small and large):
-      return (from_copy if small else in_place)(packed, fact)
-    return lax.cond(fact[0] < len(small), from_copy, in_place, packed, fact)
+      return jnp.stack((from_copy if small else in_place)(packed, fact))
+    is_small = fact[0] < len(small)
+    return jnp.stack(lax.cond(is_small, from_copy, in_place, packed, fact))
 
   return count
 
 
-def switch(
-  leaf: Array, run: Callable[..., Any], number: int, *args: Any
-) -> Any:
-  """Return `run(i, *args)` for the traced leaf index `leaf`.
+def switch(place: Array, branches: list[Callable[[], Any]]) -> Any:
+  """Return `branches[place]()` for a traced place.
 
   What JAX does: it hands every branch the inputs of all, of a hundred leaves
   ten thousand. What we do: a tree of switches of `BRANCHES`. What it saves:
   seconds of tracing and lowering for hundreds of leaves. When it can go: when
   a branch is given only what it reads.
   """
-  bits = BRANCHES.bit_length() - 1
-
-  def tree(first: int, depth: int) -> Callable[..., Any]:
-    if not depth:
-      return functools.partial(run, first)
-    step = BRANCHES ** (depth - 1)
-    end = min(first + step * BRANCHES, number)
-    branches = [tree(i, depth - 1) for i in range(first, end, step)]
-    branch = (leaf >> np.uint32(bits * (depth - 1))) & np.uint32(BRANCHES - 1)
-    if len(branches) == 1:
-      return branches[0]
-    return lambda *args: lax.switch(branch.astype(np.int32), branches, *args)
-
-  return tree(0, -(-(number - 1).bit_length() // bits))(*args)
+  if len(branches) == 1:
+    return branches[0]()
+  step = BRANCHES ** int(math.log(len(branches) - 1, BRANCHES))
+  parts = [branches[i : i + step] for i in range(0, len(branches), step)]
+  rest = lax.rem(place, np.uint32(step))
+  branch = lax.div(place, np.uint32(step)).astype(np.int32)
+  return lax.switch(branch, [functools.partial(switch, rest, p) for p in parts])
 
 
 def _rows(size: int) -> int:
   """Return in how many rows to see a leaf: threads share them."""
-  if size <= search.ONE_THREAD:
-    return 1
-  near = range(math.isqrt(size), 7, -1)
+  near = range(math.isqrt(size) if size > search.ONE_THREAD else 0, 7, -1)
   return next((rows for rows in near if size % rows == 0), 1)
 
 
 @functools.partial(jax.jit, static_argnums=(3, 4))
 def _count_leaf(
-  keys: Int[Array, "..."],
-  packed: Int[Array, " columns"],
-  offset: UInt[Array, ""],
+  keys: Keys,
+  packed: Row,
+  offset: Array,
   by_index: bool | None,
   is_sharded: bool,
-) -> UInt[Array, " probes"]:
+) -> list[Array]:
   """Count how many keys of a leaf reach each probe, where they are.
 
   Args:
@@ -222,18 +206,15 @@ def _count_leaf(
   is_narrow = keys.dtype.itemsize <= 2 and math.prod(keys.shape[-1:]) < 1 << 16
   word = jnp.uint16 if is_narrow else COUNT
   index = flat_index(keys.shape) + offset
-  return search.reached(
-    keys, index, packed, by_index, None if is_sharded else word
-  )
+  word = None if is_sharded else word
+  return search.reached(keys, index, packed, by_index, word)
 
 
 # Where the first probes go, in standard deviations of the sample's rank.
 _FIRST = np.array([3.5, 0.9, -0.9, -3.5], np.float32)
 
 
-def _sample(
-  group: Group, keep: UInt[Array, " segments"]
-) -> Int[Array, "segments probes-2"]:
+def _sample(group: Group, keep: PerSegment) -> Int[Array, "segments probes-2"]:
   """Return keys around the threshold of a sample."""
   sizes, kind = group.segment_sizes, order.search_dtype(group.key_dtype)
   wanted = max(SAMPLE, 2 * math.isqrt(int(sizes.mean())))

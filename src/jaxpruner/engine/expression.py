@@ -33,11 +33,7 @@ _MOST = 12  # operations of an expression; a call counts as one
 _SMALL = 256  # arrays up to this size are computed once, whatever they cost
 
 
-@functools.partial(
-  jax.tree_util.register_dataclass,
-  data_fields=["inputs"],
-  meta_fields=["jaxpr"],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ScoreExpr:
   """The scores of a leaf as an elementwise function of arrays; a pytree.
@@ -47,7 +43,7 @@ class ScoreExpr:
     inputs: its arguments.
   """
 
-  jaxpr: Any
+  jaxpr: Any = dataclasses.field(metadata={"static": True})
   inputs: tuple[Array, ...]
 
   @property
@@ -189,9 +185,8 @@ def _multiply(x: Array, y: Array) -> Array:
   bits = lax.bitcast_convert_type(product, jnp.uint32)
   even = bits + (0x7FFF + ((bits >> 16) & 1))
   rounded = jnp.where(jnp.isnan(product), 0x7FC00000, even)
-  return lax.bitcast_convert_type(
-    (rounded >> 16).astype(jnp.uint16), jnp.bfloat16
-  )
+  upper = (rounded >> 16).astype(jnp.uint16)
+  return lax.bitcast_convert_type(upper, jnp.bfloat16)
 
 
 _HALVES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))

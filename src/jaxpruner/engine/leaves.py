@@ -4,20 +4,22 @@
 # pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
 """The leaves of a selection: sizes, keys, masks."""
 
-import functools
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Bool, Int, UInt, UInt8
+from jaxtyping import Bool, UInt, UInt8
 
 from jaxpruner.engine import order
 from jaxpruner.engine.expression import Scores, value
+from jaxpruner.engine.order import Keys
 
 MASK_DTYPE = jnp.uint8
+Indices: TypeAlias = UInt[Array, "*shape"]  # row-major
+PerSegment: TypeAlias = UInt[Array, " segments"]
 
 
 class Group(NamedTuple):
@@ -53,13 +55,11 @@ class Group(NamedTuple):
     ends = np.cumsum(self.sizes)
     return ends - self.sizes if self.together else np.zeros_like(ends)
 
-  def keys(self, scores: Scores) -> Int[Array, "*shape"]:
+  def keys(self, scores: Scores) -> Keys:
     """Return the keys of a leaf's scores."""
     return order.sort_key(value(scores)).astype(self.key_dtype)
 
-  def masks(
-    self, level: Int[Array, " segments"], cut: UInt[Array, " segments"]
-  ) -> list[UInt8[Array, "..."]]:
+  def masks(self, level: Array, cut: PerSegment) -> list[UInt8[Array, "..."]]:
     """Return ones above the level, and on it before the cut."""
     if self.together:
       level = jnp.broadcast_to(level, len(self.leaves))
@@ -72,14 +72,12 @@ class Group(NamedTuple):
 
 
 @jax.jit
-def _mask(
-  keys: Int[Array, "*shape"], level: Int[Array, ""], cut: UInt[Array, ""]
-) -> Bool[Array, "*shape"]:
+def _mask(keys: Keys, level: Array, cut: Array) -> Bool[Array, "*shape"]:
   before, level = flat_index(keys.shape) < cut, level.astype(keys.dtype)
   return (keys > level) | ((keys == level) & before)
 
 
-def flat_index(shape: tuple[int, ...]) -> UInt[Array, "*shape"]:
+def flat_index(shape: tuple[int, ...]) -> Indices:
   """Return the row-major index of each element, without a reshape."""
   index, stride = jnp.zeros((), jnp.uint32), 1
   for axis in reversed(range(len(shape))):
@@ -97,15 +95,20 @@ def row_from(tables: list[Array], place: int) -> list[Array]:
   when kernels that differ in a constant are compiled once.
   """
   # Not one number alone, which would be written into the code after all.
-  places = jnp.asarray(np.array([place, 0], np.uint32))
-  return _row_from(tables, lax.optimization_barrier(places))
+  return _row_from(tables, np.array([place, 0], np.uint32))
 
 
 @jax.jit
 def _row_from(tables: list[Array], places: Array) -> list[Array]:
-  row = functools.partial(lax.dynamic_index_in_dim, keepdims=False)
-  place = lax.index_in_dim(places, 0, keepdims=False)
+  place = lax.index_in_dim(lax.optimization_barrier(places), 0, keepdims=False)
   return [row(table, place) for table in tables]
+
+
+def row(table: Array, place: Any) -> Array:
+  """Return a row of a table; the place is not negative."""
+  return lax.dynamic_index_in_dim(
+    table, place, keepdims=False, allow_negative_indices=False
+  )
 
 
 def manual_axes(x: Array) -> frozenset[str]:

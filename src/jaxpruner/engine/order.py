@@ -9,13 +9,15 @@ NaN have one key, below that of -inf; +inf has the highest. No float has the
 lowest key.
 """
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jaxtyping import Float, Int, Shaped
+
+Keys: TypeAlias = Int[Array, "*shape"]
 
 
 def key_dtype(dtype: Any) -> Any:
@@ -40,7 +42,7 @@ def _lift(dtype: Any) -> int:
 
 
 @jax.jit
-def sort_key(scores: Shaped[Array, "*shape"]) -> Int[Array, "*shape"]:
+def sort_key(scores: Shaped[Array, "*shape"]) -> Keys:
   """Return the keys of scores."""
   dtype, signed = scores.dtype, key_dtype(scores.dtype)
   if dtype == jnp.bool_ or jnp.issubdtype(dtype, jnp.signedinteger):
@@ -55,9 +57,7 @@ def sort_key(scores: Shaped[Array, "*shape"]) -> Int[Array, "*shape"]:
   return jnp.maximum(jnp.where(raw < 0, below, above), nan)
 
 
-def from_sort_key(
-  keys: Int[Array, "*shape"], dtype: Any
-) -> Float[Array, "*shape"]:
+def from_sort_key(keys: Keys, dtype: Any) -> Float[Array, "*shape"]:
   """Return the floats that have these keys."""
   signed, lift = key_dtype(dtype), _lift(dtype)
   keys, sign = keys.astype(signed), np.iinfo(signed).min

@@ -13,7 +13,7 @@ is its index, the first the highest.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +21,13 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Bool, Int, UInt
 
+from jaxpruner.engine.leaves import Indices, PerSegment
+from jaxpruner.engine.order import Keys
+
 PROBES = 6
 COUNT = jnp.uint32
+Row: TypeAlias = Int[Array, "*segments columns"]  # a packed `State`
+Counts: TypeAlias = UInt[Array, " probes"]
 # After so many passes of interpolation, probes are spread evenly: then every
 # pass leaves a sixth of the bracket.
 PATIENCE = 24
@@ -34,31 +39,31 @@ class State(NamedTuple):
   """The search of a segment between two passes.
 
   Attributes:
-    low: a key that at least as many scores reach as are kept.
-    high: a key above which fewer are than are kept.
     reach: how many scores reach `low`.
     beyond: how many scores are above `high`.
     keep: how many to keep; if `by_index`, how many of the ties.
     size: how many scores there are.
-    level: the key found so far; final once `by_index`.
     by_index: whether the key is found, and the cut among its ties is searched;
       bracket and probes are then index keys.
     evenly: whether the probes were spread evenly, not by interpolation.
     finite: whether all scores are finite; known after the first pass.
+    low: a key that at least as many scores reach as are kept.
+    high: a key above which fewer are than are kept.
+    level: the key found so far; final once `by_index`.
     passes: how many passes were made.
     probes: what the next pass counts; inside the bracket.
   """
 
-  low: Int[Array, "*segments"]
-  high: Int[Array, "*segments"]
   reach: UInt[Array, "*segments"]
   beyond: UInt[Array, "*segments"]
   keep: UInt[Array, "*segments"]
   size: UInt[Array, "*segments"]
-  level: Int[Array, "*segments"]
   by_index: Bool[Array, "*segments"]
   evenly: Bool[Array, "*segments"]
   finite: Bool[Array, "*segments"]
+  low: Int[Array, "*segments"]
+  high: Int[Array, "*segments"]
+  level: Int[Array, "*segments"]
   passes: Int[Array, "*segments"]
   probes: Int[Array, "*segments probes"]
 
@@ -68,7 +73,7 @@ class State(NamedTuple):
     found = (self.reach == self.keep) | (self.keep == 0)
     return ((self.passes > 0) & found) | (self.passes >= LIMIT)
 
-  def pack(self) -> Int[Array, "*segments columns"]:
+  def pack(self) -> Row:
     """Return the state as one array.
 
     What XLA does: on small arrays, every value that a loop carries is a kernel
@@ -85,18 +90,13 @@ class State(NamedTuple):
     return packed
 
   @classmethod
-  def unpack(cls, packed: Int[Array, "*segments columns"]) -> "State":
+  def unpack(cls, packed: Row) -> "State":
     """Return the state that was packed."""
     last = len(cls._fields) - 1
-    fields: dict[str, Array] = {
-      name: lax.index_in_dim(packed, i, -1, keepdims=False)
-      for i, name in enumerate(cls._fields[:last])
-    }
-    for name in ("reach", "beyond", "keep", "size"):
-      fields[name] = _cast(fields[name], COUNT)
-    for name in ("by_index", "evenly", "finite"):
-      fields[name] = fields[name] != 0
-    return cls(**fields, probes=packed[..., last:])
+    columns = [lax.index_in_dim(packed, i, -1, False) for i in range(last)]
+    counts = [_cast(x, COUNT) for x in columns[:4]]
+    flags = [x != 0 for x in columns[4:7]]
+    return cls._make([*counts, *flags, *columns[7:], packed[..., last:]])
 
 
 def _cast(x: Array, dtype: Any) -> Array:
@@ -106,16 +106,13 @@ def _cast(x: Array, dtype: Any) -> Array:
   return x.astype(dtype)
 
 
-def index_key(index: UInt[Array, "*shape"], dtype: Any) -> Int[Array, "*shape"]:
+def index_key(index: Indices, dtype: Any) -> Keys:
   """Return keys of indices, the first the highest; they wrap around."""
   return jnp.dtype(dtype).type(np.iinfo(dtype).max) - _cast(index, dtype)
 
 
 def start(
-  keep: UInt[Array, "*segments"],
-  size: UInt[Array, "*segments"],
-  probes: Int[Array, "*segments probes"],
-  key_dtype: Any,
+  keep: PerSegment, size: PerSegment, probes: Array, key_dtype: Any
 ) -> State:
   """Return brackets that exclude nothing, and the probes of the first pass.
 
@@ -131,20 +128,14 @@ def start(
   info, kind = np.iinfo(key_dtype), probes.dtype.type
   low, high = (jnp.full_like(keep, x, kind) for x in (info.min, info.max))
   probes = jnp.clip(probes, kind(info.min + 1), kind(info.max))
+  counts = size, jnp.zeros_like(size), keep, size
   yes, none = jnp.full_like(keep, True, jnp.bool_), jnp.zeros_like(low)
-  return State(
-    low, high, size, jnp.zeros_like(size), keep, size, low, ~yes, yes, yes,
-    none, probes,
-  )  # fmt: skip
+  return State(*counts, ~yes, yes, yes, low, high, low, none, probes)
 
 
 def reached(
-  keys: Int[Array, "*shape"],
-  index: UInt[Array, "*shape"],
-  packed: Int[Array, " columns"],
-  by_index: bool | None,
-  word: Any | None = COUNT,
-) -> UInt[Array, " probes"]:
+  keys: Keys, index: Indices, packed: Row, by_index: bool | None, word: Any
+) -> list[Array]:
   """Count the elements that reach each probe of their segment.
 
   Args:
@@ -170,28 +161,14 @@ def reached(
     jnp.where(is_tied, ties > limit, keys > limit.astype(keys.dtype))
     for limit in (before[p] for p in range(PROBES))
   ]
-  return jnp.stack(totals(hits, word))
-
-
-def sums(
-  values: list[UInt[Array, "*shape"]], axes: tuple[int, ...]
-) -> list[UInt[Array, "*rest"]]:
-  """Sum several arrays over the same axes, in one pass."""
-  zeros = [np.zeros((), v.dtype) for v in values]
-
-  def add(a: list[Any], b: list[Any]) -> list[Any]:
-    return [x + y for x, y in zip(a, b, strict=True)]
-
-  return lax.reduce(values, zeros, add, axes)
+  return totals(hits, word)
 
 
 # Up to this size, one thread sums faster than two kernels compile.
 ONE_THREAD = 1 << 18
 
 
-def totals(
-  values: list[Array], word: Any | None = COUNT
-) -> list[UInt[Array, ""]]:
+def totals(values: list[Array], word: Any = COUNT) -> list[Array]:
   """Sum each of two or more arrays of one shape, in one pass.
 
   What XLA does: it stores the operand of a long one-operand reduction, as wide
@@ -208,26 +185,27 @@ def totals(
   Returns:
     The sums, as `COUNT`.
   """
+  add: Callable[..., list[Any]] = lambda a, b: [*map(jnp.add, a, b)]
+
+  def sums(values: list[Array], dtype: Any, axes: tuple[int, ...]) -> list[Any]:
+    values = [v.astype(dtype) for v in values]
+    zeros = [np.zeros((), dtype)] * len(values)
+    return lax.reduce(values, zeros, add, axes) if axes else values
+
   axes = tuple(range(values[0].ndim))
   if word is not None and values[0].size > ONE_THREAD and len(axes) > 1:
-    values = sums([v.astype(word) for v in values], axes[-1:])
-    axes = axes[:-1]
-  values = [v.astype(COUNT) for v in values]
-  return sums(values, axes) if axes else values
+    values, axes = sums(values, word, axes[-1:]), axes[:-1]
+  return sums(values, COUNT, axes)
 
 
 @jax.jit
 def count_true(which: Bool[Array, "*shape"]) -> UInt[Array, ""]:
-  """Count the true entries of an array, as odd and even columns: `totals`."""
-  if not which.ndim:
-    return which.astype(COUNT)
-  column = lax.broadcasted_iota(jnp.int32, which.shape, which.ndim - 1)
-  odd = column & 1 == 1
-  halves = totals([which & odd, which & ~odd])
-  return halves[0] + halves[1]
+  """Count the true entries of an array; the others too, for `totals`."""
+  ones, zeros = totals([which, ~which])
+  return jnp.minimum(ones, which.size - zeros)
 
 
-def advance(state: State, counts: UInt[Array, " probes"]) -> State:
+def advance(state: State, counts: Counts) -> State:
   """Return the state after a pass.
 
   Args:
@@ -263,7 +241,7 @@ def advance(state: State, counts: UInt[Array, " probes"]) -> State:
   return new._replace(probes=_next_probes(new))
 
 
-def _narrow(state: State, counts: UInt[Array, " probes"]) -> State:
+def _narrow(state: State, counts: Counts) -> State:
   """Move the bounds to the probes nearest to the threshold."""
   enough = counts >= state.keep
   # The best of each in one reduction: one kernel to compile, not four. The
@@ -282,8 +260,8 @@ def _narrow(state: State, counts: UInt[Array, " probes"]) -> State:
 
 # Where the next probes go, in standard deviations from the expected threshold.
 _AWAY = np.array([-4, -1.5, -0.4, 0.4, 1.5, 4], np.float32)
-# And at least so many keys.
-_APART = np.array([2.5, 1.5, 0.5, 0.5, 1.5, 2.5], np.float32)
+# And at least so many keys from there.
+_APART = np.array([-2, -1, 0, 1, 2, 3])
 # The first is next to the lower end: many scores may be equal to that.
 _EVEN = np.arange(PROBES, dtype=np.float32) / PROBES
 
@@ -302,34 +280,25 @@ def _next_probes(state: State) -> Int[Array, " probes"]:
   variance = above * (inside - above) * inverse
   variance *= 1 + variance * np.float32(2**-12)
   away = jnp.sqrt(_AWAY**2 * jnp.maximum(variance, np.float32(0.25)))
-  away = jnp.maximum(away, _APART * (inside * (1 / width.astype(jnp.float32))))
-  share = (above + away * np.sign(_AWAY)) * inverse
-  share = jnp.where(state.evenly, _EVEN, share)
+
+  def key_at(share: Any) -> UInt[Array, "..."]:
+    # Below 1, or the product may be 2**bits, which is no integer of `width`.
+    share = jnp.clip(share, 0, np.float32(1 - 2**-24))
+    return (share * width.astype(jnp.float32)).astype(width.dtype)
+
+  step = key_at((above + away * np.sign(_AWAY)) * inverse)
+  # Where it wraps around, the other one is taken.
+  near = key_at(above * inverse) + _APART.astype(width.dtype)
+  step = jnp.where(_APART > 0, jnp.maximum(step, near), jnp.minimum(step, near))
+  step = jnp.where(state.evenly, key_at(_EVEN), step)
   # A bracket this narrow is counted value by value.
   each = np.arange(1, PROBES + 1).astype(width.dtype)
-  step = jnp.where(width <= PROBES, each, _fraction(width, share))
-  return state.low + _cast(
-    jnp.clip(step, 1, jnp.maximum(width, 1)), state.low.dtype
-  )
+  step = jnp.where(width <= PROBES, each, step)
+  step = jnp.clip(step, 1, jnp.maximum(width, 1))
+  return state.low + _cast(step, state.low.dtype)
 
 
-def _fraction(
-  width: UInt[Array, "*segments"], share: Any
-) -> UInt[Array, "*segments probes"]:
-  """Return `share * width` in unsigned integers, from 0 to `width`."""
-  # The largest float32 below 2**bits: a conversion beyond it is undefined.
-  limit = np.float32(2.0 ** (8 * width.dtype.itemsize))
-  limit = np.nextafter(limit, np.float32(0))
-  product = jnp.clip(share * width.astype(jnp.float32), 0, limit)
-  return jnp.minimum(product.astype(width.dtype), width)
-
-
-Count = Callable[[Int[Array, " columns"]], UInt[Array, " probes"]]
-
-
-def search(
-  packed: Int[Array, " columns"], count: Count
-) -> Int[Array, " columns"]:
+def search(packed: Row, count: Callable[[Row], Counts]) -> Row:
   """Pass until the segment is done.
 
   Args:
@@ -344,19 +313,14 @@ def search(
   return lax.while_loop(going, one_pass, packed)
 
 
-class Found(NamedTuple):
-  """Thresholds: kept is what is above `level`, or on it and before `cut`."""
+def found(table: Row, key_dtype: Any) -> list[Array]:
+  """Return level, cut and finiteness of segments that are done.
 
-  level: Int[Array, " segments"]
-  cut: UInt[Array, " segments"]
-  finite: Bool[Array, " segments"]
-
-
-def found(table: Int[Array, "segments columns"], key_dtype: Any) -> Found:
-  """Return the thresholds of segments that are done."""
-  state, none = State.unpack(table), np.uint32(0)
+  Kept is what is above the level, or on it and before the cut.
+  """
+  state = State.unpack(table)
   cut = _cast(np.iinfo(table.dtype).max - state.low, COUNT) + 1
   cut = jnp.where(state.by_index, cut, state.size)
   is_empty = state.keep == 0
   level = jnp.where(is_empty, np.iinfo(key_dtype).max, state.level)
-  return Found(level, jnp.where(is_empty, none, cut), state.finite)
+  return [level, jnp.where(is_empty, 0, cut), state.finite]

@@ -5,7 +5,7 @@
 """Select masks: group leaves, search their thresholds, compare."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,12 +13,13 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jaxtyping import Bool, Float, UInt, UInt8
+from jaxtyping import Bool, UInt8
 
 from jaxpruner.engine import counting, order, search, warm_start
 from jaxpruner.engine.dispatch import tell_if_sharded
 from jaxpruner.engine.expression import Scores, apply, value
-from jaxpruner.engine.leaves import Group
+from jaxpruner.engine.leaves import Group, PerSegment
+from jaxpruner.engine.warm_start import Hint
 
 _LARGEST = (1 << 32) - 1
 
@@ -36,7 +37,7 @@ class Selection(NamedTuple):
 
   masks: list[UInt8[Array, "..."]]
   finite: Bool[Array, " leaves"]
-  hint: Float[Array, "leaves 3"] | None
+  hint: Hint | None
 
 
 def select(
@@ -44,7 +45,7 @@ def select(
   keep: Any,
   *,
   together: bool = False,
-  hint: Float[Array, "leaves 3"] | None = None,
+  hint: Hint | None = None,
 ) -> Selection:
   """Keep the largest scores of each leaf, or of all leaves together.
 
@@ -87,10 +88,7 @@ def select(
 
 
 def _select(
-  scores: list[Scores],
-  keep: Any,
-  hint: Float[Array, "leaves 3"] | None,
-  together: bool,
+  scores: list[Scores], keep: Any, hint: Hint | None, together: bool
 ) -> Selection:
   if not scores:
     return Selection([], jnp.ones(0, jnp.bool_), hint)
@@ -99,20 +97,15 @@ def _select(
   are_floats = all(jnp.issubdtype(s.dtype, jnp.floating) for s in scores)
   near = hint if are_floats and not together else None
   leaves = _ranked(scores, together or near is not None)
-  group = Group(lax.stop_gradient(leaves), together)
-  counts = _counts_of(group, lax.stop_gradient(keep))
-
-  def run(
-    is_sharded: bool, leaves: list[Scores], keep: Array, near: Array | None
-  ) -> list[Array]:
-    group = Group(leaves, together)
-    return list(counting.find_thresholds(group, keep, near, is_sharded))
-
+  leaves, keep, near = lax.stop_gradient((leaves, keep, near))
+  group = Group(leaves, together)
+  counts = _counts_of(group, keep)
+  run: Callable[..., Any] = lambda is_sharded, leaves, keep, near: (
+    counting.find_thresholds(Group(leaves, together), keep, near, is_sharded)
+  )
   key = order.search_dtype(group.key_dtype)
   shapes = [(counts.shape, dtype) for dtype in (key, jnp.uint32, jnp.bool_)]
-  near = lax.stop_gradient(near)
-  args = (group.leaves, counts, near)
-  level, cut, finite = tell_if_sharded(run, shapes, *args)
+  level, cut, finite = tell_if_sharded(run, shapes, leaves, counts, near)
   if together:
     finite = jnp.stack([all_finite(s) for s in scores])
   if near is not None:
@@ -130,35 +123,30 @@ def _ranked(scores: list[Scores], alike: bool) -> list[Scores]:
     scores: the scores of each leaf.
     alike: whether all are ranked in one dtype.
   """
-  dtypes: list[Any] = []
-  for score in scores:
-    dtype = jnp.dtype(score.dtype)
+  dtypes: list[Any] = [jnp.dtype(score.dtype) for score in scores]
+  for i, dtype in enumerate(dtypes):
     if jnp.issubdtype(dtype, jnp.complexfloating):
       raise ValueError(f"scores of dtype {dtype} have no order: use jnp.abs")
-    is_tiny = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize == 1
-    dtypes.append(jnp.dtype(jnp.bfloat16) if is_tiny else dtype)
+    if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize == 1:
+      dtypes[i] = jnp.dtype(jnp.bfloat16)
   if alike:
     dtypes = [jnp.dtype(jnp.result_type(*dtypes))] * len(scores)
   return [
-    score
-    if score.dtype == dtype
-    else apply(lambda x, t=dtype: x.astype(t), score)
-    for score, dtype in zip(scores, dtypes, strict=True)
+    s if s.dtype == dtype else apply(lambda x, t=dtype: x.astype(t), s)
+    for s, dtype in zip(scores, dtypes, strict=True)
   ]
 
 
-def _counts_of(group: Group, keep: Any) -> UInt[Array, " segments"]:
+def _counts_of(group: Group, keep: Any) -> PerSegment:
   """Return counts as uint32, from 0 to the size of the segment."""
   if int(group.segment_sizes.max()) > _LARGEST:
     raise ValueError(
       f"scores of shapes {[leaf.shape for leaf in group.leaves]} have 2**32 "
       "elements or more in one ranking; rank them in parts"
     )
-  clipped = lambda k: jnp.clip(jnp.asarray(k), 0).astype(jnp.uint32)
-  if isinstance(keep, list):
-    counts = jnp.stack([clipped(k) for k in keep])
-  else:
-    counts = clipped(keep).reshape(-1)
+  parts: list[Any] = keep if isinstance(keep, list) else [keep]
+  clipped = [jnp.clip(jnp.asarray(k), 0).astype(jnp.uint32) for k in parts]
+  counts = jnp.concatenate([k.reshape(-1) for k in clipped])
   return jnp.minimum(counts, group.segment_sizes.astype(np.uint32))
 
 

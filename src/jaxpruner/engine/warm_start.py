@@ -9,7 +9,7 @@ Scores that change little from step to step have thresholds that drift. A hint
 extrapolation before. Masks do not depend on it: it only saves passes.
 """
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
@@ -18,13 +18,15 @@ from jaxtyping import Float, Int
 
 from jaxpruner.engine import order
 
+Hint: TypeAlias = Float[Array, "leaves 3"]
+
 # Where to look first, in errors of the extrapolation.
 _ERRORS = np.array([[-2.5, -0.6, 0.6, 2.5]], np.float32)
 # And at least so many keys apart.
 _APART = np.array([[-2, -1, 1, 2]], np.int32)
 
 
-def new(number: int) -> Float[Array, "leaves 3"]:
+def new(number: int) -> Hint:
   """Return the hint before the first selection of `number` leaves.
 
   Args:
@@ -39,9 +41,7 @@ def new(number: int) -> Float[Array, "leaves 3"]:
   return jnp.asarray(np.tile(np.array([0, 0, np.inf], np.float32), (number, 1)))
 
 
-def follow(
-  hint: Float[Array, "leaves 3"], level: Int[Array, " leaves"], dtype: Any
-) -> Float[Array, "leaves 3"]:
+def follow(hint: Hint, level: Int[Array, " leaves"], dtype: Any) -> Hint:
   """Return the hint after thresholds with these keys were found."""
   old, move, error = hint[:, 0], hint[:, 1], hint[:, 2]
   now = order.from_sort_key(level, dtype).astype(old.dtype)
@@ -53,9 +53,7 @@ def follow(
   return jnp.stack([now, move, error], 1)
 
 
-def guess(
-  hint: Float[Array, "leaves 3"], dtype: Any
-) -> Int[Array, "leaves probes-2"]:
+def guess(hint: Hint, dtype: Any) -> Int[Array, "leaves probes-2"]:
   """Return keys around the extrapolated thresholds."""
   level, move, error = (hint[:, i, None] for i in range(3))
   scores = (level + move + error * _ERRORS).astype(dtype)

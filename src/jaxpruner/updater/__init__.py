@@ -9,6 +9,7 @@ masks       masks applied, held, replaced, and counted
 hidden      weights that the state trains and params show otherwise
 moments     the optimizer's state, weight by weight
 state       `SparseState`, `Category`; a mask applied to a weight
+conditional a function that runs now and then inside a compiled step
 start       the state of step 0, and Optax's `init`
 at_once     pruning without training
 seeds       random keys and scores

@@ -7,8 +7,9 @@ import jax.core
 import jax.numpy as jnp
 import optax
 
-from jaxpruner import _leaves, engine
+from jaxpruner import _leaves
 from jaxpruner.updater import checks, hidden, moments, selecting, start
+from jaxpruner.updater.conditional import run_if
 from jaxpruner.updater.masks import count_changes
 from jaxpruner.updater.state import SparseState, unpack_mask
 
@@ -89,7 +90,7 @@ def _new_masks(updater, due, state, params, grads, extra) -> SparseState:
     return {name: getattr(new, name) for name in names}
 
   fields = {name: getattr(state, name) for name in names}
-  return state._replace(**engine.run_if(due, change, fields))
+  return state._replace(**run_if(due, change, fields))
 
 
 def _optimize(updater, inner, step, state, params, rest):

@@ -1,7 +1,3 @@
-# pyright: strict
-# JAX's own annotations are partial:
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
 """Run a function now and then inside a compiled step."""
 
 from collections.abc import Callable
