@@ -45,7 +45,7 @@ def test_the_bounds_move_to_the_probes_nearest_to_the_threshold():
 def test_a_search_ends_even_if_counts_are_wrong():
   row = state_of(0, 9, 8, 0, 4).pack()
   wrong = lambda _: jnp.zeros(search.PROBES, jnp.uint32)
-  state = search.State.unpack(jax.jit(lambda r: search.search(r, wrong))(row))
+  state = search.unpack(jax.jit(lambda r: search.search(r, wrong))(row))
   assert int(state.passes) == search.LIMIT
 
 
@@ -109,7 +109,7 @@ def test_a_search_ends_whatever_interpolation_says(monkeypatch, wrong, scores):
 @pytest.mark.quick
 def test_a_state_survives_packing():
   state = state_of(-7, 2**31 - 1, 9, 3, 5)
-  again = search.State.unpack(state.pack())
+  again = search.unpack(state.pack())
   for name, one, other in zip(state._fields, state, again, strict=True):
     np.testing.assert_array_equal(one, other, err_msg=name)
     assert one.dtype == other.dtype, name

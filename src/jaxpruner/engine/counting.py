@@ -140,7 +140,7 @@ def counter(group: Group, is_sharded: bool) -> Callable[..., Counts]:
     # nothing is moved; a `switch` over leaves is one. What it saves: 4 bytes
     # per weight. When it can go: when that motion weighs memory.
     return lax.cond(
-      search.State.unpack(packed).by_index,
+      search.unpack(packed).by_index,
       lambda: count(True),
       lambda: count(False),
     )

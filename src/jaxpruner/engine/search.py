@@ -89,14 +89,15 @@ class State(NamedTuple):
       packed = jnp.where(number == i, entry, packed)
     return packed
 
-  @classmethod
-  def unpack(cls, packed: Row) -> "State":
-    """Return the state that was packed."""
-    last = len(cls._fields) - 1
-    columns = [lax.index_in_dim(packed, i, -1, False) for i in range(last)]
-    counts = [_cast(x, COUNT) for x in columns[:4]]
-    flags = [x != 0 for x in columns[4:7]]
-    return cls._make([*counts, *flags, *columns[7:], packed[..., last:]])
+
+@jax.jit
+def unpack(packed: Row) -> State:
+  """Return the state that was packed; a call, so that it is lowered once."""
+  last = len(State._fields) - 1
+  columns = [lax.index_in_dim(packed, i, -1, False) for i in range(last)]
+  counts = [_cast(x, COUNT) for x in columns[:4]]
+  flags = [x != 0 for x in columns[4:7]]
+  return State._make([*counts, *flags, *columns[7:], packed[..., last:]])
 
 
 def _cast(x: Array, dtype: Any) -> Array:
@@ -148,7 +149,7 @@ def reached(
   Returns:
     A count per probe.
   """
-  state = State.unpack(packed)
+  state = unpack(packed)
   is_tied = state.by_index if by_index is None else by_index
   rank = index_key(index, packed.dtype)
   tied = keys == state.level.astype(keys.dtype)
@@ -308,8 +309,8 @@ def search(packed: Row, count: Callable[[Row], Counts]) -> Row:
   Returns:
     The packed state that is done.
   """
-  going = lambda packed: ~State.unpack(packed).done
-  one_pass = lambda packed: advance(State.unpack(packed), count(packed)).pack()
+  going = lambda packed: ~unpack(packed).done
+  one_pass = lambda packed: advance(unpack(packed), count(packed)).pack()
   return lax.while_loop(going, one_pass, packed)
 
 
@@ -318,7 +319,7 @@ def found(table: Row, key_dtype: Any) -> list[Array]:
 
   Kept is what is above the level, or on it and before the cut.
   """
-  state = State.unpack(table)
+  state = unpack(table)
   cut = _cast(np.iinfo(table.dtype).max - state.low, COUNT) + 1
   cut = jnp.where(state.by_index, cut, state.size)
   is_empty = state.keep == 0
