@@ -370,12 +370,12 @@ nothing; the optimizer goes on from its moments as they are stored, so that XLA
 overwrites them in place; and packed bits are unpacked in the pass that applies
 them. The MLP at batch 8 is the hardest case: its step is little more than one
 reading and writing of weights, gradients and moments, 44 bytes per weight. A
-selection reads the scores about three times: twice to count, and to write. So
-an update step there costs as many passes more: 4 bytes each for |w|, 8 for
-|w·g|, and for random numbers, which are drawn anew in every pass rather than
-stored, some ten integer operations. Straight-through pruning selects at every
-step, and starts from where the last thresholds lead: mostly that takes one or
-two passes to count."""
+selection reads the scores about five times: four times or five to count, and to
+write. So an update step there costs as many passes more: 4 bytes each for |w|,
+8 for |w·g|, and for random numbers, which are drawn anew in every pass rather
+than stored, some ten integer operations. Straight-through pruning selects at
+every step, and starts from where the last thresholds lead: mostly that takes
+two or three passes to count."""
 
 COMPILING = """Seconds of processor time for tracing, lowering and compiling,
 without a cache, one after the other in a warm process; one leaf in three is
@@ -385,10 +385,10 @@ equal ones once. Goals: 1.5 at 60 leaves, 2 at 300.
 One loop searches leaf after leaf, so a search is compiled once, not once per
 leaf; and what tells equal leaves apart (their thresholds, which random words
 are their own, how many weights they keep) is data, not code, so leaves of one
-shape share their kernels. A search has about forty-five kernels, most of them
-arithmetic on a number or two; each shape adds those that sample it, count it,
-fetch a row, write its mask and compare it with the old one. Methods that drop
-and grow search twice, and reset moments.
+shape share their kernels. A search has some twenty kernels, most of them
+arithmetic on a number or two; each shape adds those that copy or count it,
+write its mask and compare it with the old one. Methods that drop and grow take
+both turns through one compiled search; they also reset moments.
 
 {profile} A dense step of 60 leaves has a hundred kernels: half as many again
 are all that its goal has room for, with nothing left for tracing. That is out

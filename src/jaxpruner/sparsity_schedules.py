@@ -240,11 +240,7 @@ class PolynomialSchedule(PeriodicSchedule):
         "PolynomialSchedule: update_end_step=None; a ramp needs the step at "
         "which it reaches its target"
       )
-    if (
-      isinstance(self.power, bool)
-      or not isinstance(self.power, int | float)
-      or not 0 < self.power < math.inf
-    ):
+    if not (_tools.is_number(self.power) and 0 < self.power < math.inf):
       raise ValueError(
         f"PolynomialSchedule: power={self.power!r} must be a positive number"
       )

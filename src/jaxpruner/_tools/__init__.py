@@ -74,6 +74,22 @@ def align_columns(
   ]
 
 
+def is_number(value: Any) -> bool:
+  """Return whether a value is an int or a float; a bool is none.
+
+  Args:
+    value: anything.
+
+  Returns:
+    Whether it is a number.
+
+  Example:
+    >>> is_number(0.5), is_number(True), is_number("0.5")
+    (True, False, False)
+  """
+  return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def check_int(owner: str, argument: str, value: Any, least: int = 1) -> None:
   """Raise if a value is no integer of at least `least`; a bool is none.
 

@@ -4,6 +4,7 @@ import fractions
 import math
 from typing import Any, TypeAlias
 
+from jaxpruner import _tools
 from jaxpruner.sparsity_distributions.budget import Budget, SparsityMap
 from jaxpruner.sparsity_distributions.filters import FilterFn, default_filter
 from jaxpruner.sparsity_types import check_sparsity
@@ -82,11 +83,8 @@ def check_power_scale(erk_power_scale: Any) -> None:
     Traceback (most recent call last):
     ValueError: erk: erk_power_scale=-1 must be a number of at least 0
   """
-  if (
-    isinstance(erk_power_scale, bool)
-    or not isinstance(erk_power_scale, int | float)
-    or not 0 <= erk_power_scale < math.inf
-  ):
+  is_number = _tools.is_number(erk_power_scale)
+  if not (is_number and 0 <= erk_power_scale < math.inf):
     raise ValueError(
       f"erk: erk_power_scale={erk_power_scale!r} must be a number of at least 0"
     )

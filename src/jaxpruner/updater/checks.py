@@ -9,7 +9,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpruner import _leaves, sparsity_schedules
+from jaxpruner import _leaves, _tools, sparsity_schedules
 from jaxpruner._leaves import PyTree, is_absent
 from jaxpruner.sparsity_distributions import stacking
 from jaxpruner.updater import hidden, moments
@@ -77,11 +77,7 @@ def _has_method(part: Any, name: str) -> bool:
 def check_number(updater: Any, name: str, above: float = 0.0) -> None:
   """Raise if a field is no finite number greater than `above`."""
   value = getattr(updater, name)
-  if (
-    isinstance(value, bool)
-    or not isinstance(value, int | float)
-    or not above < value < float("inf")
-  ):
+  if not (_tools.is_number(value) and above < value < float("inf")):
     raise ValueError(
       f"{type(updater).__name__}: {name}={value!r} must be a number above "
       f"{above:g}"
@@ -91,11 +87,7 @@ def check_number(updater: Any, name: str, above: float = 0.0) -> None:
 def check_share(updater: Any, name: str) -> None:
   """Raise if a field is no number from 0 to 1."""
   value = getattr(updater, name)
-  if (
-    isinstance(value, bool)
-    or not isinstance(value, int | float)
-    or not 0 <= value <= 1
-  ):
+  if not (_tools.is_number(value) and 0 <= value <= 1):
     raise ValueError(
       f"{type(updater).__name__}: {name}={value!r} must lie between 0 and 1, "
       "such as 0.3"
@@ -104,12 +96,8 @@ def check_share(updater: Any, name: str) -> None:
 
 def check_whole(updater: Any, name: str, least: int) -> None:
   """Raise if a field is no integer of at least `least`."""
-  value = getattr(updater, name)
-  if type(value) is not int or value < least:
-    raise ValueError(
-      f"{type(updater).__name__}: {name}={value!r} must be an integer of at "
-      f"least {least}"
-    )
+  owner, value = type(updater).__name__, getattr(updater, name)
+  _tools.check_int(owner, name, value, least)
 
 
 def blame_keys(params: PyTree, error: Exception) -> None:
