@@ -22,7 +22,10 @@ def text(word):
   return struct.pack("<Q", len(word)) + word.encode()
 
 
-def gguf_file(entries=(), align=(4, struct.pack("<I", 32)), size=4096):
+ALIGNED = 4, struct.pack("<I", 32)
+
+
+def gguf_file(entries=(), align=ALIGNED, size=4096):
   """Return a GGUF file of zeros; `align` is a type number and its bytes."""
   raw = struct.pack("<4sIQQ", b"GGUF", 3, len(entries), 2)
   raw += text("general.architecture") + struct.pack("<I", 8) + text("llama")
@@ -102,7 +105,7 @@ class Tokenizer:
   limits = ("truncation", "padding")
 
   @classmethod
-  def from_file(cls, path):
+  def from_file(cls, _):
     made = cls()
     made.active = set(cls.limits)
     return made
