@@ -11,29 +11,12 @@ import types
 import hub_models
 import numpy as np
 import pytest
+from gguf_files import dense_file
 
 from jaxpruner import cli
 from jaxpruner.datasets.archives import DataError
 from jaxpruner.post_training import models
 from jaxpruner.post_training.models import gguf, hub_tokenizer
-
-
-def text(word):
-  return struct.pack("<Q", len(word)) + word.encode()
-
-
-ALIGNED = 4, struct.pack("<I", 32)
-
-
-def gguf_file(entries=(), align=ALIGNED, size=4096):
-  """Return a GGUF file of zeros; `align` is a type number and its bytes."""
-  raw = struct.pack("<4sIQQ", b"GGUF", 3, len(entries), 2)
-  raw += text("general.architecture") + struct.pack("<I", 8) + text("llama")
-  raw += text("general.alignment") + struct.pack("<I", align[0]) + align[1]
-  for name, shape, offset in entries:
-    raw += text(name) + struct.pack(f"<I{len(shape)}Q", len(shape), *shape)
-    raw += struct.pack("<IQ", 0, offset)
-  return raw + bytes(-len(raw) % 32) + bytes(size)
 
 
 @pytest.fixture
@@ -44,53 +27,42 @@ def folder(tmp_path):
   return tmp_path / "hub"
 
 
-@pytest.fixture
-def entries(folder):
-  """The tensors of the model as a GGUF file lists them, all at byte 0."""
-  from jaxpruner.post_training.models import gguf_writer
-
-  model = models.load_folder(folder)
-  parts = ["token_embd", "output_norm", "output"]
-  parts += [f"blk.0.{part}" for part in gguf_writer._LAYER.values()]
-  names = gguf_writer._sources(model.config, {f"{p}.weight" for p in parts})
-  return [
-    (theirs, model.params[ours].shape[::-1], 0)
-    for theirs, ours in names.items()
-    if ours in model.params
-  ]
-
-
 def command(*args):
   return cli.main([str(a) for a in args])
 
 
-@pytest.mark.parametrize(
-  "align", [(6, struct.pack("<f", 32.0)), (12, struct.pack("<d", 8.0))]
-)
-def test_an_alignment_that_is_no_whole_number_is_refused(align):
+@pytest.mark.parametrize("kind, value", [("<If", 32.0), ("<Id", 8.0)])
+def test_an_alignment_that_is_no_whole_number_is_refused(kind, value):
+  name = b"general.alignment"
+  number = 6 if kind == "<If" else 12
+  raw = struct.pack("<4sIQQ", b"GGUF", 3, 0, 1)
+  raw += struct.pack("<Q", len(name)) + name + struct.pack(kind, number, value)
   with pytest.raises(DataError, match="alignment"):
-    gguf.parse(gguf_file(align=align))
+    gguf.parse(raw)
 
 
 @pytest.mark.parametrize(
-  "shape, offset",
-  [((4,), 2**64 - 1), ((4,), 2**62), ((2**61,), 0), ((2**63,), 0),
-   ((4000,), 0)],
-)  # fmt: skip
+  "length, offset",
+  [(4, 2**64 - 1), (4, 2**62), (2**61, 0), (2**63, 0), (10**6, 0)],
+)
 def test_a_tensor_outside_of_its_gguf_file_is_refused(
-  folder, entries, tmp_path, capsys, shape, offset
+  folder, tmp_path, capsys, length, offset
 ):
   like, out = tmp_path / "like.gguf", tmp_path / "out.gguf"
-  more = ("rope_freqs.weight", shape, offset)
-  like.write_bytes(gguf_file([*entries, more]))
+  extra = "rope_freqs.weight"
+  dense_file(like, models.load_folder(folder), "llama", {extra: (4,)})
+  raw, name = like.read_bytes(), extra.encode()
+  at = raw.index(name) + len(name) + 4  # behind the number of axes
+  raw = raw[:at] + struct.pack("<QIQ", length, 0, offset) + raw[at + 20 :]
+  like.write_bytes(raw)
   assert command("gguf", folder, "--like", like, "-o", out) == 1
   assert "does not lie within the file" in capsys.readouterr().err
   assert not out.exists()
 
 
-def test_a_tensor_without_a_dot_in_its_name_is_kept(folder, entries, tmp_path):
+def test_a_tensor_without_a_dot_in_its_name_is_kept(folder, tmp_path):
   like, out = tmp_path / "like.gguf", tmp_path / "out.gguf"
-  like.write_bytes(gguf_file([*entries, ("x", (4,), 0)]))
+  dense_file(like, models.load_folder(folder), "llama", {"x": (4,)})
   assert command("gguf", folder, "--like", like, "-o", out) == 0
   assert gguf.parse(out.read_bytes()).entries["x"].shape == (4,)
 
