@@ -105,12 +105,23 @@ def test_rows_of_the_other_algorithm_are_another_law(tmp_path, capsys):
     (["--hold-out", "width=7"], "--hold-out 'width=7': no training has it"),
     (["--plot", "law.xyz"], "must end in .png or .svg"),
     (["--hold-out", "steps"], "too few for the joint law"),
+    (["--hold-out", ""], "--hold-out '': is empty"),
+    (["--plot", ""], "--plot '': is empty"),
+    ([""], "path of a run folder is empty"),
   ],
 )
 def test_bad_options_are_named(tmp_path, capsys, argv, words):
   write_run(tmp_path / "a", widths=(16,), steps=(100,))
   assert cli.main(["fit", str(tmp_path / "a"), *argv]) == 2
   assert words in capsys.readouterr().err
+
+
+def test_a_file_of_records_is_named_as_it_was_typed(tmp_path, capsys):
+  write_run(tmp_path / "a", widths=(16,), steps=(100,))
+  file = str(tmp_path / "a.jsonl")
+  assert cli.main(["records", str(tmp_path / "a"), "--save", file]) == 0
+  assert cli.main(["fit", file, "--algorithm", "rigl"]) == 2
+  assert f"{file}: no finished row of 'rigl'" in capsys.readouterr().err
 
 
 def test_an_accuracy_has_no_law(tmp_path, capsys):

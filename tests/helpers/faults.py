@@ -1,7 +1,7 @@
 """Let each I/O call of `jaxpruner._tools.atomic` fail in turn.
 
-Every writer of the library outside `compare` goes through that one module, so
-replacing its `open` and `os` reaches all of them.
+Every writer of the library goes through that one module, so replacing its
+`open` and `os` reaches all of them. Folders are renamed by `_staging`.
 """
 
 import contextlib
@@ -9,9 +9,10 @@ import errno
 import os
 
 from jaxpruner._tools import atomic
+from jaxpruner.sparse import _staging
 
 ERRORS = (errno.ENOSPC, errno.EIO, errno.EINTR)
-COUNTED = ("fsync", "replace", "dup")
+COUNTED = {atomic: ("fsync", "replace", "dup"), _staging: ("rename", "unlink")}
 
 
 class Faults:
@@ -36,21 +37,26 @@ class Faults:
     faults = self
 
     class Os:
+      def __init__(self, counted):
+        self._counted = counted
+
       def __getattr__(self, name):
         found = getattr(os, name)
-        if name not in COUNTED:
+        if name not in self._counted:
           return found
         return lambda *a, **k: faults.call(name, found, *a, **k)
 
     def opened(*args, **kwargs):
       return FaultyFile(faults, faults.call("open", open, *args, **kwargs))
 
-    before = atomic.os
-    atomic.os, atomic.open = Os(), opened
+    for module, counted in COUNTED.items():
+      module.os = Os(counted)
+    atomic.open = opened
     try:
       yield self
     finally:
-      atomic.os = before
+      for module in COUNTED:
+        module.os = os
       del atomic.open
 
 
@@ -73,6 +79,15 @@ class FaultyFile:
       return self._faults.call(name, found, *args)
 
     return call
+
+
+def places(calls):
+  """Return where to fail: of many equal calls the first, second and last."""
+  return [
+    i
+    for i, call in enumerate(calls)
+    if calls[i - 2 : i + 2] != [call] * 4 or i < 2
+  ]
 
 
 def count_calls(action):

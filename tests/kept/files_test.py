@@ -59,3 +59,14 @@ def test_a_form_of_wrong_types_is_refused(tmp_path, form):
 def test_a_name_of_something_else_is_refused(tmp_path, name):
   with pytest.raises(files.FileFormatError, match="does not hold kept weights"):
     kept.load(write(tmp_path / "x", {name: GOOD}))
+
+
+@pytest.mark.parametrize("name", ["positions", "values"])
+@pytest.mark.parametrize("nest", [lambda x: {"x": x}, lambda x: [x]])
+def test_parts_that_are_no_arrays_are_refused(tmp_path, name, nest):
+  parts = {"positions": np.arange(4, dtype=np.int32), "values": np.ones(4, "f")}
+  parts[name] = nest(parts[name])
+  path = tmp_path / "x"
+  files.save(path, {"w": parts}, metadata={"jaxpruner.kept": {"w": GOOD}})
+  with pytest.raises(files.FileFormatError, match="one array each"):
+    kept.load(path)

@@ -115,6 +115,12 @@ class FakeTokenizer:
       raise Exception("no tokenizer")
     return cls()
 
+  def no_truncation(self):
+    pass
+
+  def no_padding(self):
+    pass
+
   def encode(self, text):
     return types.SimpleNamespace(ids=[int(word) for word in text.split()])
 

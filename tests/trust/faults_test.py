@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
-from faults import ERRORS, Faults, count_calls
+from faults import ERRORS, Faults, count_calls, places
 
 from jaxpruner import cli, sparse
 from jaxpruner.sparse import _layouts, files
@@ -63,13 +63,7 @@ def test_every_failing_call_leaves_old_or_new(tmp_path, capsys, name, error):
   whole = out.read_bytes()
   calls = count_calls(lambda: write(source, out))
   assert {"open", "write", "fsync", "close", "replace"} <= set(calls)
-  # Of many equal writes in a row the first, the second and the last.
-  places = [
-    i
-    for i, call in enumerate(calls)
-    if calls[i - 2 : i + 2] != [call] * 4 or i < 2
-  ]
-  for at in places:
+  for at in places(calls):
     for short in (None, 3) if calls[at] == "write" else (None,):
       out.write_bytes(b"old")
       with Faults(at, error, short).installed() as faults:

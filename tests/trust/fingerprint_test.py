@@ -169,7 +169,7 @@ def test_settings_name_what_changes_numbers(monkeypatch):
 
 def test_versions_are_those_installed():
   found = fingerprint.versions()
-  assert [*found] == ["jaxpruner", "jax", "jaxlib", "numpy"]
+  assert [*found] == ["jaxpruner", "jax", "jaxlib", "numpy", "optax"]
   assert found["jax"] == jax.__version__ and found["numpy"] == np.__version__
   assert fingerprint.versions("optax", "no-such-package") == {
     "optax": importlib.metadata.version("optax"),

@@ -1,5 +1,6 @@
 """Files that somebody named: not waited for, not guessed, not obeyed."""
 
+import dataclasses
 import json
 import os
 import signal
@@ -212,3 +213,70 @@ def test_results_without_their_run_are_not_taken_over(tmp_path, lines, name):
     record_files.restore(found, str(out))
   (out / name).unlink()
   record_files.restore(found, str(out))
+
+
+@pytest.fixture
+def run(tmp_path, lines, monkeypatch):
+  """A restored run folder; the current folder is another."""
+  out = tmp_path / "run"
+  found = record_files.read(str(written(tmp_path / "x", lines)))
+  info = dataclasses.replace(
+    found.info,
+    cells=[["rigl", 0.8, "", "", "", "", 0, "a group"]],
+    metric="accuracy",
+  )
+  record_files.restore(dataclasses.replace(found, info=info), str(out))
+  return out
+
+
+@pytest.mark.parametrize("name", ["run.json", "results.jsonl", "lock"])
+@pytest.mark.parametrize("words", [["records", "--save"], ["report", "--json"]])
+def test_an_export_replaces_no_file_of_a_run(run, capsys, name, words):
+  before = (run / name).read_bytes()
+  assert command(words[0], run, words[1], run / name) == 1
+  assert f"{name}: belongs to the run" in capsys.readouterr().err
+  assert (run / name).read_bytes() == before
+  assert command(words[0], run, words[1], run / "mine") == 0
+
+
+@pytest.mark.parametrize("name", ["records", "reproduce", "fit", "report"])
+def test_no_path_of_a_run_is_not_the_current_folder(
+  run, monkeypatch, capsys, name
+):
+  monkeypatch.chdir(run)
+  assert command(name, "") in (1, 2)
+  assert "the path of a run folder is empty" in capsys.readouterr().err
+
+
+def test_no_data_of_a_published_cell_are_not_its_own(run, capsys):
+  assert command("reproduce", run, "rigl@0.8", "--data", "") == 2
+  assert "--data '': is empty" in capsys.readouterr().err
+
+
+def test_no_module_is_told_in_words(capsys):
+  assert command("compare", "--task", "digits", "--import", "") == 1
+  assert "--import '': is empty" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+  "words",
+  [
+    ["fit", "--algorithm", "rigl"],
+    ["report", "--json", "-"],
+    ["reproduce", "rigl@0.8+x"],
+    ["records", "--restore", "run"],
+  ],
+)
+def test_errors_about_a_file_of_others_move_no_cursor(
+  tmp_path, lines, monkeypatch, capsys, words
+):
+  monkeypatch.chdir(tmp_path)
+  lines[0]["run"]["settings"] = {"task": "m:\x1b[2J", "imports": ["\x9b"]}
+  lines[0]["run"]["metric"] = "\x1b[2J"
+  lines[0]["run"]["higher_is_better"] = False
+  lines[0]["run"]["cells"] = [["rigl", 0.8, "", "", "\x1b[2J", "", 0, "x"]]
+  lines[1]["record"]["cell"] = "rigl@0.8+\x1b[2J"
+  name, *rest = words
+  command(name, written(tmp_path / "x", lines), *rest)
+  out, err = capsys.readouterr()
+  assert all(c.isprintable() or c == "\n" for c in out + err)

@@ -167,7 +167,7 @@ def _held(fn: types.FunctionType) -> list[Any]:
 def versions(*packages: str) -> dict[str, str | None]:
   """Return the versions of installed packages, None for missing ones."""
   found: dict[str, str | None] = {}
-  for name in packages or ("jaxpruner", "jax", "jaxlib", "numpy"):
+  for name in packages or ("jaxpruner", "jax", "jaxlib", "numpy", "optax"):
     try:
       found[name] = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+from jaxpruner.compare.files import printable
 from jaxpruner.compare.statistics import Estimate
 from jaxpruner.compare.table import NOT_FINISHED, TableRow
 
@@ -98,22 +99,6 @@ COLUMNS = (
   Column("ECE", lambda row: _optional(row.ece and row.ece.mean, "{:.1f}"), 6),
   Column("time", lambda row: _optional(row.seconds, "{:.0f} s"), 3),
 )
-
-
-def printable(text: str) -> str:
-  """Return text without control characters, which could move a cursor.
-
-  Args:
-    text: any text.
-
-  Returns:
-    The text with a space for every character that cannot be printed.
-
-  Example:
-    >>> printable("a\\x1b[2J")
-    'a [2J'
-  """
-  return "".join(c if c.isprintable() else " " for c in text)
 
 
 def cells_as_text(

@@ -97,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
       )
       return 2
   from jaxpruner import datasets
-  from jaxpruner.compare import modules
+  from jaxpruner.compare import files, modules
   from jaxpruner.compare import settings as settings_lib
   from jaxpruner.compare.files import RunFolderError
 
@@ -114,7 +114,7 @@ def run(args: argparse.Namespace) -> int:
     running = Running(args.jobs, args.executor, args.ray_address, args.quiet)
     return compare(settings, out, running)
   except (ValueError, RunFolderError, datasets.DataError) as error:
-    print(f"jaxpruner compare: {error}", file=sys.stderr)
+    files.say(str(error), "compare")
     return 1
   except KeyboardInterrupt:
     print("\ninterrupted; the same command continues", file=sys.stderr)

@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Sequence
 
-from jaxpruner.compare import columns
+from jaxpruner.compare import columns, files
 from jaxpruner.compare.table import TableRow, flat
 
 HEADER: Sequence[str] = (
@@ -53,7 +53,7 @@ def neutral(text: str) -> str:
     >>> neutral("=1+1"), neutral("lost; =cmd")
     ("'=1+1", "lost; '=cmd")
   """
-  text = columns.printable(text)
+  text = files.printable(text)
   return re.sub(r"""(^|[,;|"'])(\s*)(?=[=+\-@＝＋－＠])""", r"\1\2'", text)
 
 

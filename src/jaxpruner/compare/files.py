@@ -128,9 +128,26 @@ def append_line(path: pathlib.Path, record: Mapping[str, Any]) -> None:
     write_synced(file, line)
 
 
-def say(message: str) -> None:
-  """Print a message on standard error."""
-  print(f"jaxpruner: {message}", file=sys.stderr)
+def printable(text: str) -> str:
+  """Return text without control characters, which could move a cursor.
+
+  Args:
+    text: any text.
+
+  Returns:
+    The text with a space for every character that cannot be printed.
+
+  Example:
+    >>> printable("a\\x1b[2J")
+    'a [2J'
+  """
+  return "".join(c if c.isprintable() else " " for c in text)
+
+
+def say(message: str, command: str = "") -> None:
+  """Print a message on standard error; it may quote a file of others."""
+  name = f"jaxpruner {command}".rstrip()
+  print(printable(f"{name}: {message}"), file=sys.stderr)
 
 
 def parse(content: bytes) -> Any:

@@ -2,7 +2,6 @@
 
 import argparse
 import pathlib
-import sys
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -117,6 +116,9 @@ def _training(
 def run(args: argparse.Namespace) -> int:
   """Fit the law, print it, and draw it."""
   try:
+    for name, value in (("plot", args.plot), ("hold-out", args.hold_out)):
+      if value == "":
+        raise ValueError(f"--{name} '': is empty; give a value")
     if args.plot and pathlib.Path(args.plot).suffix not in (".png", ".svg"):
       raise ValueError(f"--plot {args.plot}: must end in .png or .svg")
     inside, outside = [], []
@@ -137,7 +139,7 @@ def run(args: argparse.Namespace) -> int:
     if args.plot:
       draw(fit, inside, outside, pathlib.Path(args.plot))
   except (files.RunFolderError, ValueError, OSError) as error:
-    print(f"jaxpruner fit: {error}", file=sys.stderr)
+    files.say(str(error), "fit")
     return 2
   return 0
 
@@ -159,10 +161,11 @@ def describe(
   if outside:
     lines += ["", "held out:"]
   for training in outside:
+    name = files.printable(training.name)
     new = fit.predict(*training[1:4])
     gap = new.loss / training.loss - 1
     lines.append(
-      f"  {training.name}: predicted {new.loss:.4f} [{new.low:.4f}, "
+      f"  {name}: predicted {new.loss:.4f} [{new.low:.4f}, "
       f"{new.high:.4f}], measured {training.loss:.4f} ({gap:+.2%})"
     )
   if isinstance(fit.law, scaling.JointLaw):

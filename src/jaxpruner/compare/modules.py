@@ -56,6 +56,8 @@ def import_task(name: str) -> None:
 
 
 def _import(name: str, option: str) -> ModuleType:
+  if not name:
+    raise ValueError(f"{option}: is empty; give the name of a module")
   _find_beside(name)
   try:
     return importlib.import_module(name)

@@ -144,6 +144,7 @@ def load(path: str) -> Records:
   Raises:
     RunFolderError: it cannot be read, or no cell is finished.
   """
+  run_folder.check_named(path)
   return read(path) if pathlib.Path(path).is_file() else of_folder(path)
 
 
@@ -169,7 +170,7 @@ def save(found: Records, file: str) -> None:
   text = "".join(
     json.dumps(line, sort_keys=True, allow_nan=False) + "\n" for line in lines
   )
-  files.write_atomic(pathlib.Path(file), text.encode())
+  run_folder.export(file, text.encode())
 
 
 def read(file: str) -> Records:
@@ -305,10 +306,17 @@ def as_folders(paths: Sequence[str]) -> Iterator[list[str]]:
   with tempfile.TemporaryDirectory() as temporary:
     folders = []
     for i, path in enumerate(paths):
+      run_folder.check_named(path)
       if pathlib.Path(path).is_file():
         folder = str(pathlib.Path(temporary) / str(i))
         restore(read(path), folder)
         folders.append(folder)
       else:
         folders.append(path)
-    yield folders
+    try:
+      yield folders
+    except RunFolderError as error:
+      text = str(error)
+      for folder, path in zip(folders, paths, strict=True):
+        text = text.replace(folder, path)  # what the user typed
+      raise RunFolderError(text) from error

@@ -1,7 +1,6 @@
 """`jaxpruner records`: publish the records of a run, or restore a run."""
 
 import argparse
-import sys
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,14 +38,14 @@ def run(args: argparse.Namespace) -> int:
       return 0
     print("\n".join(described(found)))
   except (files.RunFolderError, ValueError) as error:
-    print(f"jaxpruner records: {error}", file=sys.stderr)
+    files.say(str(error), "records")
     return 1
   return 0
 
 
 def described(found) -> list[str]:
   """Return the lines that name a run and list the metric of each seed."""
-  from jaxpruner.compare.columns import printable
+  from jaxpruner.compare.files import printable
 
   info = found.info
   lines = [

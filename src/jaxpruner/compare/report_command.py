@@ -40,6 +40,7 @@ def run(args: argparse.Namespace) -> int:
     files,
     page,
     record_files,
+    run_folder,
     table,
     terminal,
   )
@@ -56,8 +57,8 @@ def run(args: argparse.Namespace) -> int:
     for name, value in {"out": args.out, **chosen}.items():
       if value == "":
         raise ValueError(f"--{name} '': is empty; give a path")
-    if not all(args.runs):
-      raise ValueError("the path of a run folder is empty; give one")
+    for path in args.runs:
+      run_folder.check_named(path)
     import_modules(args.imports or ())
     if not args.out and pathlib.Path(args.runs[0]).is_file():
       args.out = str(pathlib.Path(args.runs[0]).with_suffix(""))
@@ -74,8 +75,8 @@ def run(args: argparse.Namespace) -> int:
       if target == "-":
         sys.stdout.write(writers[name](rows))
       elif target:
-        files.write_atomic(pathlib.Path(target), writers[name](rows).encode())
+        run_folder.export(target, writers[name](rows).encode())
   except (files.RunFolderError, ValueError) as error:
-    print(f"jaxpruner report: {error}", file=sys.stderr)
+    files.say(str(error), "report")
     return 1
   return 0

@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import sys
 import tempfile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -59,6 +58,8 @@ def run(args: argparse.Namespace) -> int:
   from jaxpruner.compare import files, modules, record_files, records_command
 
   try:
+    if args.data == "":
+      raise ValueError("--data '': is empty; give a folder, or leave it out")
     found = record_files.load(args.source)
     if args.cell is None:
       print("\n".join(records_command.described(found)))
@@ -68,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     check_typed(found.info.settings, args)
     done = reproduce(found, args.cell, args.data)
   except (files.RunFolderError, ValueError, datasets.DataError) as error:
-    print(f"jaxpruner reproduce: {error}", file=sys.stderr)
+    files.say(str(error), "reproduce")
     return 2
   print("\n".join(described(found.info, args.cell, done)))
   return int(bool(done.differing))
@@ -205,9 +206,9 @@ def _losses(before: Any, after: Any) -> list[str]:
 
 def described(info: Any, cell: str, done: Reproduction) -> list[str]:
   """Return the lines that the command prints."""
-  from jaxpruner.compare import columns
+  from jaxpruner.compare import files
 
-  commit = columns.printable(info.commit or "unknown")
+  commit = files.printable(info.commit or "unknown")
   lines = [f"{cell}, recorded at commit {commit}"]
   lines += [f"  other input: {text}" for text in done.inputs]
   if not done.inputs:

@@ -208,6 +208,29 @@ class RunFolder:
     files.append_line(self.path / name, event.to_json())
 
 
+def check_named(path: str) -> None:
+  """Raise if the path of a run folder is empty: it is not the current one."""
+  if not path:
+    raise RunFolderError("the path of a run folder is empty; give one")
+
+
+def export(path: str | os.PathLike, content: bytes) -> None:
+  """Write a file that a user asked for, but not over a file of a run.
+
+  Args:
+    path: the file; replaced if it exists.
+    content: its bytes.
+
+  Raises:
+    RunFolderError: the file cannot be written, or belongs to a run folder.
+  """
+  target = pathlib.Path(path)
+  own = target.name in ("run.json", "lock", *JOURNALS)
+  if own and (target.parent / "run.json").exists():
+    raise RunFolderError(f"{path}: belongs to the run there; name another file")
+  files.write_atomic(target, content)
+
+
 def refuse_links(path: pathlib.Path) -> None:
   """Raise if one of the folder's files is a link."""
   for entry in sorted(path.iterdir()):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from rich import box, console, markup, progress
 from rich import table as rich_table
 
-from jaxpruner.compare import columns
+from jaxpruner.compare import columns, files
 from jaxpruner.compare.questions import asking
 from jaxpruner.compare.records import Chunk, Failure, Record
 from jaxpruner.compare.table import TableRow
@@ -77,7 +77,7 @@ def print_answer(path: str) -> None:
   for sentence in answer.words:
     print(
       textwrap.fill(
-        columns.printable(sentence),
+        files.printable(sentence),
         79,
         initial_indent="  ",
         subsequent_indent="  ",

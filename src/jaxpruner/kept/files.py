@@ -108,6 +108,8 @@ def _tensor(path: Any, name: str, entry: Any, form: Any) -> tensors.KeptTensor:
   if not isinstance(entry, dict):
     raise ValueError("it is one array, not positions and values")
   positions, values = entry["positions"], entry["values"]
+  if isinstance(positions, dict | list) or isinstance(values, dict | list):
+    raise ValueError("its positions and its values must be one array each")
   kind = None if block is None else Block.from_spec(block)
   if (kind is None) != (block is None) or not isinstance(kind, Block | None):
     raise ValueError(f"block={block!r} is unknown")

@@ -66,6 +66,8 @@ def run(args: argparse.Namespace) -> int:
       )
     if (args.skip_inputs is None) != (args.calibration is None):
       raise ValueError("--skip-inputs and --calibration FILE need each other")
+    if args.prompt != args.prompt.encode(errors="replace").decode():
+      raise ValueError("--prompt is no UTF-8; check the terminal's encoding")
     # Before a large model is loaded.
     generation.check_drawing(
       args.tokens, args.temperature, args.top_k, args.seed

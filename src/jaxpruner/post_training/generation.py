@@ -1,6 +1,8 @@
 """Write text with a decoder: prefill, a cache of keys and values, sampling."""
 
 import functools
+import math
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -135,6 +137,7 @@ class Writer:
       _check_thresholds(model, thresholds, accelerate, values)
     self._config, self._length = config, length
     self._dtype = next(iter(model.params.values())).dtype
+    self._check_memory()
     self.report = None
     prefill = functools.partial(decoder.forward, config)
     params = model.params
@@ -196,6 +199,22 @@ class Writer:
     best = _choose.fastest(times)
     self.report = _report(fused, times, best)
     return dense if best == "dense" else fused
+
+  def _check_memory(self) -> None:
+    """Raise if the keys and values of a text are larger than this machine.
+
+    The system grants more memory than it has, and kills who then uses it.
+    """
+    if not hasattr(os, "sysconf"):  # Windows
+      return
+    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    arrays = jax.tree.leaves(jax.eval_shape(self._empty))
+    size = sum(math.prod(x.shape) * x.dtype.itemsize for x in arrays)
+    if size > whole:
+      raise ValueError(
+        f"length={self._length}: keys and values of so many tokens take "
+        f"{size / 1e9:.0f} GB, more than memory holds; fewer tokens will do"
+      )
 
   def _empty(self) -> decoder.Cache:
     return decoder.empty_cache(self._config, 1, self._length, self._dtype)

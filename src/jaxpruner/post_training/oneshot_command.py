@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from jaxpruner import datasets, sparse
-from jaxpruner._tools import fingerprint
+from jaxpruner._tools import atomic, fingerprint
 from jaxpruner.datasets import archives
 from jaxpruner.post_training import (
   calibration_text,
@@ -105,12 +105,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   )
 
 
+def _check(args: argparse.Namespace) -> None:
+  """Raise if a number or the output cannot be; before anything is loaded."""
+  least = {"samples": 1, "judge": 1, "refine": 0, "blocks": 0}
+  for name, bound in least.items():
+    if getattr(args, name) < bound:
+      raise ValueError(
+        f"--{name} {getattr(args, name)} must be at least {bound}"
+      )
+  if not 0 <= args.distill < float("inf"):
+    raise ValueError(
+      f"--distill {args.distill} must be finite and not negative"
+    )
+  if not os.path.isdir(args.model):
+    atomic.check_target(args.out)
+  elif os.path.exists(args.out):
+    raise ValueError(f"--out {args.out} exists; name a new folder")
+  else:
+    _staging.check_target(args.out, overwrite=False)
+  _staging.check_parts(_layers(args))
+
+
+def _layers(args: argparse.Namespace) -> pathlib.Path:
+  """Return the folder of finished layers."""
+  return pathlib.Path(f"{args.out}.layers")
+
+
 def _load(args: argparse.Namespace) -> models.Model:
   """Return a built-in model, or the decoder of a folder."""
   if not os.path.isdir(args.model):
     return models.load(args.model, args.data)
-  if os.path.exists(args.out):
-    raise ValueError(f"--out {args.out} exists; name a new folder")
   found = models.load_folder(args.model)
   if not isinstance(found.config, decoder_config.Decoder):
     raise ValueError(
@@ -298,9 +322,9 @@ def _distill(
 
 def run(args: argparse.Namespace) -> int:
   """Prune, save, and print the table; return 1 if that cannot be."""
-  folder = pathlib.Path(f"{args.out}.layers")
+  folder = _layers(args)
   try:
-    _staging.check_parts(folder)
+    _check(args)
     model = _load(args)
     learn, judge, labels = _inputs(args, model)
     if args.distill and model.kind != "text":

@@ -75,6 +75,9 @@ def check_parts(folder: pathlib.Path) -> None:
 
 def check_target(target: str | os.PathLike, overwrite: bool) -> pathlib.Path:
   """Return the path, if a folder may be written there."""
+  # "" would be the current folder.
+  if not os.fspath(target):
+    raise atomic.PathError("output path '' names no file; give one")
   path = pathlib.Path(os.path.abspath(target))
   if not path.parent.is_dir():
     raise atomic.PathError(

@@ -72,6 +72,8 @@ def distill(
     raise ValueError(
       f"learning_rate={learning_rate!r} must be positive and finite"
     )
+  if not seconds >= 0:
+    raise ValueError(f"seconds={seconds!r} must be a number of at least 0")
   adam = optax.chain(optax.scale_by_adam(), optax.scale(-1.0))
   held = fixed_masks.hold_masks(adam if tx is None else tx, masks)
   # Copies: a step gives its arguments away.

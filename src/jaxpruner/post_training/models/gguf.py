@@ -128,7 +128,8 @@ def header(raw: bytes) -> Header:
     shape = tuple(cursor.number("Q") for _ in range(dims))[::-1]
     entries[name] = Entry(shape, cursor.number("I"), cursor.number("Q"))
   align = metadata.get("general.alignment", 32)
-  if align not in (8, 16, 32, 64, 128, 256):
+  # 32.0 and True are equal to whole numbers.
+  if type(align) is not int or align not in (8, 16, 32, 64, 128, 256):
     raise DataError(f"GGUF: alignment {align!r} is not sensible")
   start = -(-cursor.at // align) * align
   return Header(metadata, raw[begin:end], entries, align, start)
@@ -139,14 +140,19 @@ def parse(raw: bytes) -> File:
   metadata, _, entries, _, start = header(raw)
   data = memoryview(raw)[start:]
   for name, entry in entries.items():
-    if entry.kind not in _BLOCKS:
-      raise DataError(f"GGUF: tensor {name!r} has unknown type {entry.kind}")
-    weights, size = _BLOCKS[entry.kind]
-    total = math.prod(entry.shape)
-    end = entry.offset + total // weights * size
-    if entry.shape[-1] % weights or end > len(data) or total > 1 << 40:
-      raise DataError(f"GGUF: tensor {name!r} does not lie within the file")
+    check_inside(name, entry, len(data))
   return File(metadata, entries, data)
+
+
+def check_inside(name: str, entry: Entry, length: int) -> None:
+  """Raise if a tensor does not lie within so many bytes of weights."""
+  if entry.kind not in _BLOCKS:
+    raise DataError(f"GGUF: tensor {name!r} has unknown type {entry.kind}")
+  weights, size = _BLOCKS[entry.kind]
+  total = math.prod(entry.shape)
+  end = entry.offset + total // weights * size
+  if entry.shape[-1] % weights or end > length or total > 1 << 40:
+    raise DataError(f"GGUF: tensor {name!r} does not lie within the file")
 
 
 def _decode(blocks: np.ndarray, kind: int) -> np.ndarray:

@@ -78,21 +78,20 @@ def save_gguf(
       "a GGUF file of the same model"
     )
   source = _sources(config, set(old.entries))
-  kept = {
-    name: gguf.File(old.metadata, old.entries, memoryview(raw)[old.start :])
-    for name in old.entries
-    if name not in source
-  }
-  for name, file in kept.items():  # factors of rotations
-    if file.entries[name].kind != 0 or len(file.entries[name].shape) > 1:
+  data = memoryview(raw)[old.start :]
+  own = {name: e for name, e in old.entries.items() if name not in source}
+  for name, entry in own.items():  # factors of rotations
+    if entry.kind != 0 or len(entry.shape) > 1:
       raise ValueError(f"{like}: tensor {name!r} is not in {model.folder}")
+    gguf.check_inside(name, entry, len(data))
+  kept = gguf.File(old.metadata, own, data)
   missing = sorted(set(model.params) - set(source.values()))
   if missing:
     raise ValueError(f"{like} has no tensor for {missing[0]!r}")
   arrays: dict[str, Any] = {}
   for name, entry in old.entries.items():
-    if name in kept:
-      arrays[name] = kept[name].read(name, entry.shape)
+    if name in own:
+      arrays[name] = kept.read(name, entry.shape)
       continue
     arrays[name] = model.params[source[name]]
     if tuple(arrays[name].shape) != entry.shape:
@@ -103,7 +102,7 @@ def save_gguf(
   heads = {"attn_q": config.heads, "attn_k": config.kv_heads}
   turned = {
     name: heads[part]
-    for name in arrays
+    for name in source
     if neighbours and (part := name.split(".")[-2]) in heads
   }
   with atomic.replacing(target) as file:

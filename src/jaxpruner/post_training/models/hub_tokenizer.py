@@ -3,6 +3,7 @@
 import importlib
 import os
 import pathlib
+from collections.abc import Callable
 from typing import Any
 
 from jaxpruner.post_training.models.hub import FileFormatError
@@ -37,11 +38,25 @@ class HubTokenizer:
       raise
     except Exception as e:  # the package raises bare exceptions
       raise FileFormatError(f"{path}: {e!s:.300}") from e
+    # As in `transformers`: the file may say where others cut and fill texts.
+    self._inner.no_truncation()
+    self._inner.no_padding()
+    self._path = path
 
   def encode(self, text: str) -> list[int]:
     """Return the ids of a text, with the marks that its model expects."""
-    return self._inner.encode(text).ids
+    return self._asked(self._inner.encode, text).ids
 
   def decode(self, ids: list[int]) -> str:
     """Return the text of ids, marks left out."""
-    return self._inner.decode(ids)
+    return self._asked(self._inner.decode, ids)
+
+  def _asked(self, function: Callable[[Any], Any], value: Any) -> Any:
+    try:
+      return function(value)
+    except (KeyboardInterrupt, SystemExit, GeneratorExit):
+      raise
+    except BaseException as e:  # a panic of its Rust code is no Exception
+      raise FileFormatError(
+        f"{self._path}: {type(e).__name__}: {e!s:.300}"
+      ) from e
