@@ -62,6 +62,19 @@ def test_product_and_gradients_equal_dense_ones(
   close(dv, w.layout.gather(jnp.asarray(outer)))
 
 
+@pytest.mark.skipif(products.load() is None, reason="needs numba")
+def test_panels_are_transposed_rows_and_zeros_beyond_the_batch():
+  """By whole tiles, at the edge of rows, and with several threads."""
+  rng = np.random.default_rng(0)
+  for batch, size, width in (5, 7, 16), (130, 70, 64), (512, 400, 128):
+    x = rng.normal(size=(batch, size)).astype(np.float32)
+    panels = -(-batch // width)
+    wanted = np.zeros((panels * width, size), np.float32)
+    wanted[:batch] = x
+    wanted = wanted.reshape(panels, width, size).transpose(0, 2, 1)
+    np.testing.assert_array_equal(products._panels(x, width), wanted)
+
+
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("room", [700, 2**22])
 def test_blocks_are_multiplied_some_at_a_time(transposed, room, monkeypatch):

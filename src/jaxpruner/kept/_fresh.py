@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import export
 
-CALLS = ("product", "gradients", "rewire_random", "rewire_gradient")
+CALLS = "panels product gradients rewire_random rewire_gradient".split()
 
 
 def peak_of(step: Callable[..., Any], state: Any, batch: Any) -> int:

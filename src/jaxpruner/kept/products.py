@@ -28,9 +28,10 @@ def load() -> Any:
   """Compile (or load from Numba's cache) and register the kernel, or None."""
   if not kernels._has_numba():
     return None
-  from jaxpruner.kept import _kernel
+  from jaxpruner.kept import _kernel, _panels_kernel
 
   register(_kernel, "product", "gradients")
+  register(_panels_kernel, "panels")
   return _kernel
 
 
@@ -121,11 +122,15 @@ def _width(batch: int, size: int) -> int:
 
 
 def _panels(x: Array, width: int) -> Array:
-  """Return (batch, K) as panels (P, K, width) of transposed rows."""
+  """Return (batch, K) as panels (P, K, width) of transposed rows.
+
+  Not in XLA: see `_panels_kernel`.
+  """
   batch, size = x.shape
   count = -(-batch // width)
   x = jnp.pad(x, ((0, count * width - batch), (0, 0)))
-  return x.reshape(count, width, size).transpose(0, 2, 1)
+  out = jax.ShapeDtypeStruct((count, size, width), jnp.float32)
+  return jax.ffi.ffi_call("jaxpruner_kept_panels", out)(x)
 
 
 def _fast_product(x, values, layout, transposed):
