@@ -27,6 +27,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 
 from jaxpruner import datasets, post_training
 from jaxpruner.post_training import (
@@ -169,8 +170,16 @@ def recovered(model, params, masks, kind, args) -> tuple[Any, dict]:
     wall = (time.perf_counter() - start) * args.minutes / args.wall_minutes
     return max((time.process_time() - cpu) / 2, wall)
 
+  def labels(logits, rows):
+    """The loss of each next token, with its weight."""
+    found = optax.softmax_cross_entropy_with_integer_labels(
+      logits[:, :-1], rows[:, 1:]
+    )
+    return args.labels * found.mean()
+
   params = contrib.distill(
     model.apply_fn, params, masks, model.params, batches,
+    loss_fn=labels if args.labels else None,
     seconds=60 * args.minutes, learning_rate=args.distill_rate,
     clock=clock, progress=progress,
   )  # fmt: skip
@@ -184,6 +193,7 @@ def recovered(model, params, masks, kind, args) -> tuple[Any, dict]:
     "distill_tokens": len(losses) * args.distill_batch * rows.shape[1],
     "distill_rate": args.distill_rate,
     "distill_batch": args.distill_batch,
+    "distill_labels": args.labels,
   }
 
 
@@ -350,6 +360,9 @@ def main() -> None:
   parser.add_argument("--distill-windows", type=int, default=512)
   parser.add_argument("--distill-batch", type=int, default=1)
   parser.add_argument("--distill-rate", type=float, default=1e-4)
+  parser.add_argument(
+    "--labels", type=float, default=0, help="of +distill, weight of the loss"
+  )
   parser.add_argument("--memory", action="store_true")
   args = parser.parse_args()
   if args.memory:

@@ -297,7 +297,8 @@ def test_bad_arguments_are_told(given, told):
     prune_blocks(**given)
 
 
-def test_distillation_follows_its_gradient_in_float64():
+@pytest.mark.parametrize("weight", [0, 0.5])
+def test_distillation_follows_its_gradient_in_float64(weight):
   dense = net_params()["head"].astype(np.float64)
   mask = (np.abs(dense) > np.median(np.abs(dense))).astype(np.uint8)
   x = BATCHES[0].reshape(-1, 8)[:6].astype(np.float64)
@@ -306,10 +307,12 @@ def test_distillation_follows_its_gradient_in_float64():
   start = w.astype(np.float32)
   for _ in range(5):  # T² KL at T = 2; its gradient is T (q - p) / rows
     gap = softmax(x @ w / 2) - softmax(x @ dense / 2)
-    w = w - 0.1 * mask * (x.T @ gap) * 2 / len(x)
+    grad = x.T @ (2 * gap + weight * (x @ w)) / len(x)
+    w = w - 0.1 * mask * grad
   found = contrib.distill(
     lambda p, x: x @ p, start, mask, dense.astype(np.float32),
     [x.astype(np.float32)] * 5, tx=optax.sgd(0.1), temperature=2.0,
+    loss_fn=(lambda z, _: weight * (z**2).sum() / 12) if weight else None,
   )  # fmt: skip
   assert np.abs(w - start).max() > 1e-2
   np.testing.assert_allclose(found, w, rtol=1e-4, atol=1e-5)
