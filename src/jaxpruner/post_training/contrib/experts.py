@@ -15,6 +15,7 @@ from jaxpruner.post_training.models.functions import ACTIVATIONS
 from jaxpruner.post_training.models.hub import HubModel
 from jaxpruner.post_training.models.reduced import Reduced
 
+
 def prune_experts(
   model: HubModel, batches: Iterable[Any], *, keep: int
 ) -> Reduced:
