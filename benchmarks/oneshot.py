@@ -171,11 +171,7 @@ def recovered(model, params, masks, kind, args) -> tuple[Any, dict]:
     return max((time.process_time() - cpu) / 2, wall)
 
   def labels(logits, rows):
-    """The loss of each next token, with its weight."""
-    found = optax.softmax_cross_entropy_with_integer_labels(
-      logits[:, :-1], rows[:, 1:]
-    )
-    return args.labels * found.mean()
+    return args.labels * next_loss(lambda *_: logits, None, rows)
 
   params = contrib.distill(
     model.apply_fn, params, masks, model.params, batches,
@@ -292,39 +288,80 @@ def pruned(
   model, batches, method, sparsity, kind, args, refit=False,
   allocation="uniform",
 ):  # fmt: skip
-  """Prune by a method, or by "method+blocks": block by block, then trained."""
-  solver = method.removesuffix("+blocks")
+  """Prune by a method, or by one with a word behind it.
+
+  "+blocks" prunes block by block and trains each, "+levels" searches the level
+  of each layer, and "+learned" goes on from the N:M masks of the method and
+  learns better ones for the dense weights.
+  """
+  solver, _, word = method.partition("+")
   run: Any = functools.partial(post_training.prune, refit=refit)
-  if solver != method:
+  row: dict[str, Any] = {}
+  if word == "blocks":
     run = functools.partial(
       contrib.prune_blocks,
       epochs=args.epochs,
       learning_rate=args.learning_rate,
       folder=args.keep and pathlib.Path(args.keep) / kind.replace(":", "-"),
     )
+    row = {n: getattr(args, n) for n in ("epochs", "learning_rate", "batch")}
   before = forget_peak()
   start, cpu = time.perf_counter(), time.process_time()
+  options: dict[str, Any] = {
+    "method": solver, "sparsity": sparsity, "filter_fn": model.filter_fn,
+  }  # fmt: skip
+  levels = None
+  if word == "levels":
+    levels = contrib.search_levels(
+      model.apply_fn, model.params, batches, **options,
+      progress=lambda *at: print(*at, flush=True),
+    )  # fmt: skip
   params, masks, report = run(
     model.apply_fn,
     model.params,
     batches,
-    method=solver,
-    sparsity=sparsity,
+    **options,
     sparsity_type=kind,
-    filter_fn=model.filter_fn,
+    custom_sparsity_map=levels,
     allocation=allocation,
     progress=lambda *at: print(*at, flush=True),
   )
-  row = {
+  if word == "learned":
+    params, masks, row = learned(model, masks, batches, kind, args)
+  row |= {
     "sparsity": report.sparsity,
     "seconds": time.perf_counter() - start,
     "cpu_seconds": time.process_time() - cpu,
     "extra_bytes": resident("VmHWM") - before,
   }
-  if solver != method:
-    row |= {"epochs": args.epochs, "learning_rate": args.learning_rate}
-    row |= {"batch": args.batch}
   return params, row, masks
+
+
+def learned(model, masks, batches, kind, args) -> tuple[Any, Any, dict]:
+  """Learn N:M masks on the loss of the next token, weights frozen."""
+  rng = np.random.default_rng(0)
+  turns = [
+    batches[i]
+    for _ in range(args.epochs)
+    for i in rng.permutation(len(batches))
+  ]
+  masks = contrib.learn_masks(
+    functools.partial(next_loss, model.apply_fn), model.params, turns,
+    steps=len(turns), masks=masks, sparsity_type=kind,
+    filter_fn=model.filter_fn, learning_rate=args.learning_rate,
+    progress=lambda *at: print(*at, flush=True),
+  )  # fmt: skip
+  keep = lambda x, m: x if m is None else x * m
+  params = jax.tree.map(keep, model.params, masks, is_leaf=lambda x: x is None)
+  about = {n: getattr(args, n) for n in ("epochs", "learning_rate")}
+  return params, masks, about
+
+
+def next_loss(apply_fn, params, rows) -> Any:
+  """The mean loss of each next token."""
+  return optax.softmax_cross_entropy_with_integer_labels(
+    apply_fn(params, rows)[:, :-1], rows[:, 1:]
+  ).mean()
 
 
 def main() -> None:
@@ -343,7 +380,9 @@ def main() -> None:
   parser.add_argument(
     "--sparsities", nargs="*", type=float, default=[0.5, 0.7, 0.8, 0.9]
   )
-  parser.add_argument("--epochs", type=int, default=5, help="of +blocks")
+  parser.add_argument(
+    "--epochs", type=int, default=5, help="of +blocks, +learned"
+  )
   parser.add_argument("--learning-rate", type=float, default=2e-3)
   parser.add_argument("--batch", type=int, default=1, help="of +blocks")
   parser.add_argument("--keep", help="folder of finished blocks, to go on from")
