@@ -164,6 +164,15 @@ def recovered(model, params, masks, kind, args) -> tuple[Any, dict]:
       print(f"step {step}, {clock():.0f} s, loss {mean:.4f}", flush=True)
 
   start, cpu = time.perf_counter(), time.process_time()
+  steps, tx = args.distill_steps, None
+  if steps:  # as many on every machine
+    batches = itertools.islice(batches, steps)
+    tx = optax.adam(
+      optax.warmup_cosine_decay_schedule(
+        0, args.distill_rate, max(1, steps // 10), steps
+      ),
+      b2=0.98,
+    )
 
   def clock() -> float:
     """Seconds of two processors, or the part of the wall time given."""
@@ -175,7 +184,7 @@ def recovered(model, params, masks, kind, args) -> tuple[Any, dict]:
 
   params = contrib.distill(
     model.apply_fn, params, masks, model.params, batches,
-    loss_fn=labels if args.labels else None,
+    loss_fn=labels if args.labels else None, tx=tx,
     seconds=60 * args.minutes, learning_rate=args.distill_rate,
     clock=clock, progress=progress,
   )  # fmt: skip
@@ -396,6 +405,10 @@ def main() -> None:
   parser.add_argument(
     "--wall-minutes", type=float, default=240, help="of +distill, at most"
   )
+  parser.add_argument(
+    "--distill-steps", type=int, default=0,
+    help="of +distill: so many, the rate rising over a tenth of them",
+  )  # fmt: skip
   parser.add_argument("--distill-windows", type=int, default=512)
   parser.add_argument("--distill-batch", type=int, default=1)
   parser.add_argument("--distill-rate", type=float, default=1e-4)
