@@ -27,6 +27,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 
 from jaxpruner import datasets, post_training
 from jaxpruner.post_training import (
@@ -163,14 +164,27 @@ def recovered(model, params, masks, kind, args) -> tuple[Any, dict]:
       print(f"step {step}, {clock():.0f} s, loss {mean:.4f}", flush=True)
 
   start, cpu = time.perf_counter(), time.process_time()
+  steps, tx = args.distill_steps, None
+  if steps:  # as many on every machine
+    batches = itertools.islice(batches, steps)
+    tx = optax.adam(
+      optax.warmup_cosine_decay_schedule(
+        0, args.distill_rate, max(1, steps // 10), steps
+      ),
+      b2=0.98,
+    )
 
   def clock() -> float:
     """Seconds of two processors, or the part of the wall time given."""
     wall = (time.perf_counter() - start) * args.minutes / args.wall_minutes
     return max((time.process_time() - cpu) / 2, wall)
 
+  def labels(logits, rows):
+    return args.labels * next_loss(lambda *_: logits, None, rows)
+
   params = contrib.distill(
     model.apply_fn, params, masks, model.params, batches,
+    loss_fn=labels if args.labels else None, tx=tx,
     seconds=60 * args.minutes, learning_rate=args.distill_rate,
     clock=clock, progress=progress,
   )  # fmt: skip
@@ -184,6 +198,7 @@ def recovered(model, params, masks, kind, args) -> tuple[Any, dict]:
     "distill_tokens": len(losses) * args.distill_batch * rows.shape[1],
     "distill_rate": args.distill_rate,
     "distill_batch": args.distill_batch,
+    "distill_labels": args.labels,
   }
 
 
@@ -282,39 +297,80 @@ def pruned(
   model, batches, method, sparsity, kind, args, refit=False,
   allocation="uniform",
 ):  # fmt: skip
-  """Prune by a method, or by "method+blocks": block by block, then trained."""
-  solver = method.removesuffix("+blocks")
+  """Prune by a method, or by one with a word behind it.
+
+  "+blocks" prunes block by block and trains each, "+levels" searches the level
+  of each layer, and "+learned" goes on from the N:M masks of the method and
+  learns better ones for the dense weights.
+  """
+  solver, _, word = method.partition("+")
   run: Any = functools.partial(post_training.prune, refit=refit)
-  if solver != method:
+  row: dict[str, Any] = {}
+  if word == "blocks":
     run = functools.partial(
       contrib.prune_blocks,
       epochs=args.epochs,
       learning_rate=args.learning_rate,
       folder=args.keep and pathlib.Path(args.keep) / kind.replace(":", "-"),
     )
+    row = {n: getattr(args, n) for n in ("epochs", "learning_rate", "batch")}
   before = forget_peak()
   start, cpu = time.perf_counter(), time.process_time()
+  options: dict[str, Any] = {
+    "method": solver, "sparsity": sparsity, "filter_fn": model.filter_fn,
+  }  # fmt: skip
+  levels = None
+  if word == "levels":
+    levels = contrib.search_levels(
+      model.apply_fn, model.params, batches, **options,
+      progress=lambda *at: print(*at, flush=True),
+    )  # fmt: skip
   params, masks, report = run(
     model.apply_fn,
     model.params,
     batches,
-    method=solver,
-    sparsity=sparsity,
+    **options,
     sparsity_type=kind,
-    filter_fn=model.filter_fn,
+    custom_sparsity_map=levels,
     allocation=allocation,
     progress=lambda *at: print(*at, flush=True),
   )
-  row = {
+  if word == "learned":
+    params, masks, row = learned(model, masks, batches, kind, args)
+  row |= {
     "sparsity": report.sparsity,
     "seconds": time.perf_counter() - start,
     "cpu_seconds": time.process_time() - cpu,
     "extra_bytes": resident("VmHWM") - before,
   }
-  if solver != method:
-    row |= {"epochs": args.epochs, "learning_rate": args.learning_rate}
-    row |= {"batch": args.batch}
   return params, row, masks
+
+
+def learned(model, masks, batches, kind, args) -> tuple[Any, Any, dict]:
+  """Learn N:M masks on the loss of the next token, weights frozen."""
+  rng = np.random.default_rng(0)
+  turns = [
+    batches[i]
+    for _ in range(args.epochs)
+    for i in rng.permutation(len(batches))
+  ]
+  masks = contrib.learn_masks(
+    functools.partial(next_loss, model.apply_fn), model.params, turns,
+    steps=len(turns), masks=masks, sparsity_type=kind,
+    filter_fn=model.filter_fn, learning_rate=args.learning_rate,
+    progress=lambda *at: print(*at, flush=True),
+  )  # fmt: skip
+  keep = lambda x, m: x if m is None else x * m
+  params = jax.tree.map(keep, model.params, masks, is_leaf=lambda x: x is None)
+  about = {n: getattr(args, n) for n in ("epochs", "learning_rate")}
+  return params, masks, about
+
+
+def next_loss(apply_fn, params, rows) -> Any:
+  """The mean loss of each next token."""
+  return optax.softmax_cross_entropy_with_integer_labels(
+    apply_fn(params, rows)[:, :-1], rows[:, 1:]
+  ).mean()
 
 
 def main() -> None:
@@ -333,7 +389,9 @@ def main() -> None:
   parser.add_argument(
     "--sparsities", nargs="*", type=float, default=[0.5, 0.7, 0.8, 0.9]
   )
-  parser.add_argument("--epochs", type=int, default=5, help="of +blocks")
+  parser.add_argument(
+    "--epochs", type=int, default=5, help="of +blocks, +learned"
+  )
   parser.add_argument("--learning-rate", type=float, default=2e-3)
   parser.add_argument("--batch", type=int, default=1, help="of +blocks")
   parser.add_argument("--keep", help="folder of finished blocks, to go on from")
@@ -347,9 +405,16 @@ def main() -> None:
   parser.add_argument(
     "--wall-minutes", type=float, default=240, help="of +distill, at most"
   )
+  parser.add_argument(
+    "--distill-steps", type=int, default=0,
+    help="of +distill: so many, the rate rising over a tenth of them",
+  )  # fmt: skip
   parser.add_argument("--distill-windows", type=int, default=512)
   parser.add_argument("--distill-batch", type=int, default=1)
   parser.add_argument("--distill-rate", type=float, default=1e-4)
+  parser.add_argument(
+    "--labels", type=float, default=0, help="of +distill, weight of the loss"
+  )
   parser.add_argument("--memory", action="store_true")
   args = parser.parse_args()
   if args.memory:

@@ -187,6 +187,13 @@ def oneshot(tmp_path, monkeypatch):
   ]  # fmt: skip
 
 
+@pytest.fixture
+def untold(monkeypatch):
+  """Leave out the table of `oneshot`, which compiles the model five times."""
+  monkeypatch.setattr(oneshot_command, "_table", lambda *_: "")
+
+
+@pytest.mark.usefixtures("untold")
 def test_oneshot_goes_on_after_the_last_finished_block(
   tmp_path, monkeypatch, capsys, oneshot
 ):
@@ -203,6 +210,7 @@ def test_oneshot_goes_on_after_the_last_finished_block(
   assert sorted(p.name for p in tmp_path.iterdir()) == ["new", "old", "text"]
 
 
+@pytest.mark.usefixtures("untold")
 def test_oneshot_trains_on_text_after_that_it_calibrated_on(
   monkeypatch, oneshot
 ):

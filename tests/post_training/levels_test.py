@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxpruner import post_training
-from jaxpruner.post_training import contrib
+from jaxpruner.post_training import calibration, contrib
 from jaxpruner.post_training.contrib import levels
 
 COSTS = np.random.default_rng(3).uniform(0, 1, (4, 5)) * np.arange(5)
@@ -85,6 +85,29 @@ def test_searched_levels_are_no_worse_than_uniform_ones():
       method="wanda", sequential=False)[0], x), apply_fn(params, x))
     for x in data])  # fmt: skip
   assert far(found) <= far(None) + 1e-6
+
+
+@pytest.mark.parametrize("method", ["magnitude", "wanda"])
+def test_candidates_are_what_prune_gives(method):
+  rng = np.random.default_rng(2)
+  params = {
+    "stack": rng.normal(size=(2, 8, 8)).astype(np.float32), "scale": 2.0,
+    "last": rng.normal(size=(8, 4)).astype(np.float32),
+  }  # fmt: skip
+  data = [rng.normal(size=(16, 8)).astype(np.float32) for _ in range(2)]
+
+  def apply_fn(p, x):
+    step = lambda x, w: (jnp.tanh(x @ w), None)
+    return jax.lax.scan(step, x * p["scale"], p["stack"])[0] @ p["last"]
+
+  model = calibration.Model(apply_fn, params, data)
+  for level, found in zip(
+    (0.25, 0.75), levels.pruned_at(model, (0.25, 0.75), method), strict=True
+  ):
+    want, _, _ = post_training.prune(
+      apply_fn, params, data, method=method, sparsity=level, sequential=False
+    )
+    jax.tree.map(np.testing.assert_array_equal, found, jax.tree.leaves(want))
 
 
 @pytest.mark.parametrize(

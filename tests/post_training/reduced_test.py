@@ -91,6 +91,18 @@ def test_half_of_the_experts_is_a_folder(tmp_path, family):
   np.testing.assert_array_equal(*logits)
 
 
+def test_experts_are_counted_by_the_name_that_the_folder_uses(tmp_path):
+  """transformers 5 writes Qwen3-MoE's count under Mixtral's name."""
+  names = {"num_experts": None, "num_local_experts": 4}
+  model = loaded(tmp_path, "qwen3_moe", **names)
+  assert model.config.experts[0].count == 4
+  small = contrib.prune_experts(model, TOKENS[:1, :1], keep=2)
+  models.save_folder(small, tmp_path / "small")
+  config = json.loads((tmp_path / "small" / "config.json").read_text())
+  assert config["num_local_experts"] == 2 and config["num_experts"] is None
+  assert models.load_folder(tmp_path / "small").config.experts[0].count == 2
+
+
 def test_all_experts_kept_change_nothing(tmp_path):
   model = loaded(tmp_path, "mixtral")
   small = contrib.prune_experts(model, TOKENS, keep=4)

@@ -73,11 +73,23 @@ class Pattern:
       return mask_calculator.n_by_m_mask(scores, self.n, self.m, axis=-2)
     if type(self.kind) is not Unstructured:
       return jax.vmap(lambda s: self.kind.mask(s, sparsity))(scores)
-    if per_output:
-      ones = mask_calculator.num_ones(scores.shape[-2], sparsity)
-      choose = lambda s: mask_calculator.topk_masks([s], [ones])[0]
-      return jax.vmap(jax.vmap(choose, -1, -1))(scores)
-    return mask_calculator.topk_mask_calculator(scores, sparsity)
+    return largest(scores, kept(scores, sparsity, per_output), per_output)
+
+
+def kept(scores: jax.Array, sparsity: float, per_output: bool) -> Any:
+  """Return how many single weights stay, of each output or of all."""
+  size = scores.shape[-2] if per_output else scores.size
+  return mask_calculator.num_ones(size, sparsity)
+
+
+def largest(scores: jax.Array, ones: Any, per_output: bool) -> jax.Array:
+  """Keep so many single weights; see `Pattern.mask`."""
+  choose = lambda s: mask_calculator.topk_masks([s], [ones])[0]
+  return (
+    jax.vmap(jax.vmap(choose, -1, -1))(scores)
+    if per_output
+    else (choose(scores))
+  )
 
 
 FREE = Pattern()  # single weights, anywhere

@@ -290,7 +290,7 @@ class Job:
     model, total = self._model, len(self._model.parts)
     if self._settings.needs == "none" and not self._refit:
       for part in model.parts:
-        self._prune(part, None)
+        self.prune(part, None)
         progress(len(self.layers), total, self.layers[-1].name)
       return
     stream, cuts = model.stream(
@@ -304,7 +304,7 @@ class Job:
         else:
           before = len(self.layers)
           for part in cut.parts:
-            self._prune(part, calibration.statistics(part, sums))
+            self.prune(part, calibration.statistics(part, sums))
           for norm in cut.norms:
             self._measure(norm, sums)
           if self._folder is not None:
@@ -314,7 +314,8 @@ class Job:
         if self._sequential:
           stream.leaves[:] = self.leaves
 
-  def _prune(self, part: _graph.Part, seen: Statistics | None) -> None:
+  def prune(self, part: _graph.Part, seen: Statistics | None) -> None:
+    """Replace a weight by the pruned one, given the moments of its inputs."""
     start = time.perf_counter()
     leaf = self.leaves[part.leaf]
     w, at = part.matrix(leaf)

@@ -29,7 +29,8 @@ def described(config: dict[str, Any], layout: str, sparsity: float) -> Any:
       "targets": ["Linear"],
       "ignore": [],
     }
-    base = {"quant_method": "compressed-tensors", "format": "dense"}
+    # Any further entry would be read as the description of a quantisation.
+    base = {"quant_method": "compressed-tensors"}
     return config | {_KEY: base | old | {"sparsity_config": about}}
   if sparse is None:
     return config

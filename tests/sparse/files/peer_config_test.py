@@ -19,6 +19,7 @@ def test_folders_tell_others_how_they_are_stored(tmp_path):
   assert cli.main([str(a) for a in [*args, "-o", small]]) == 0
   about = config(small)["quantization_config"]
   assert about["quant_method"] == "compressed-tensors"
+  assert about.keys() == {"quant_method", "sparsity_config"}
   assert about["sparsity_config"]["format"] == "sparse-bitmask"
   index = "model.safetensors.index.json"
   where = json.loads((small / index).read_text())["weight_map"]

@@ -26,6 +26,7 @@ def distill(
   tx: optax.GradientTransformation | None = None,
   learning_rate: float = 1e-4,
   temperature: float = 1.0,
+  loss_fn: Callable[[Any, Any], Any] | None = None,
   seconds: float = np.inf,
   clock: Callable[[], float] = time.perf_counter,
   progress: Callable[[int, float], None] | None = None,
@@ -34,8 +35,8 @@ def distill(
 
   Each batch gives one step on the mean over the positions of
   T² · KL(softmax(teacher / T) ‖ softmax(student / T)), the last axis being that
-  of the classes (Hinton et al., 2015). Labels are not used. Pruned weights stay
-  exactly +0.0 (`hold_masks`).
+  of the classes (Hinton et al., 2015). Labels are used only by a `loss_fn`.
+  Pruned weights stay exactly +0.0 (`hold_masks`).
 
   Args:
     apply_fn: `apply_fn(params, batch) -> logits`.
@@ -48,6 +49,8 @@ def distill(
     learning_rate: of Adam. If `seconds` are given, it decays to zero over them
       (half a cosine), so that the last steps settle.
     temperature: T.
+    loss_fn: `loss_fn(logits, batch) -> scalar`, what is added to the
+      divergence, such as the loss of the task with a weight.
     seconds: no step starts after this time; the first one always runs.
     clock: what `seconds` are counted by: `time.process_time` where others use
       the machine too.
@@ -80,7 +83,7 @@ def distill(
   params = jax.tree.map(lambda x: jnp.array(x, copy=True), params)
   state = held.init(params)
   step = jax.jit(
-    functools.partial(_step, apply_fn, held, temperature),
+    functools.partial(_step, apply_fn, held, temperature, loss_fn),
     donate_argnums=(0, 1),
   )
   start = clock()
@@ -105,7 +108,9 @@ def _decay(spent: float) -> float:
   return 0.5 + 0.5 * math.cos(math.pi * spent)
 
 
-def _step(apply_fn, tx, temperature, params, state, teacher, batch, rate):
+def _step(
+  apply_fn, tx, temperature, loss_fn, params, state, teacher, batch, rate
+):
   goal = jax.nn.log_softmax(
     apply_fn(teacher, batch).astype(jnp.float32) / temperature
   )
@@ -114,7 +119,8 @@ def _step(apply_fn, tx, temperature, params, state, teacher, batch, rate):
     logits = apply_fn(params, batch).astype(jnp.float32)
     now = jax.nn.log_softmax(logits / temperature)
     gap = jnp.sum(jnp.exp(goal) * (goal - now), axis=-1)
-    return temperature**2 * jnp.mean(gap)
+    more = 0.0 if loss_fn is None else loss_fn(logits, batch)
+    return temperature**2 * jnp.mean(gap) + more
 
   value, grads = jax.value_and_grad(loss)(params)
   updates, state = tx.update(grads, state, params)

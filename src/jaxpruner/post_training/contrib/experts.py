@@ -15,8 +15,6 @@ from jaxpruner.post_training.models.functions import ACTIVATIONS
 from jaxpruner.post_training.models.hub import HubModel
 from jaxpruner.post_training.models.reduced import Reduced
 
-_COUNTS = {"mixtral": "num_local_experts"}  # others: "num_experts"
-
 
 def prune_experts(
   model: HubModel, batches: Iterable[Any], *, keep: int
@@ -64,7 +62,7 @@ decoders such as Llama or Mixtral
     None if s is None else sorted(np.argsort(-s, kind="stable")[:keep].tolist())
     for s in scores
   ]
-  config[_COUNTS.get(parsed.kind, "num_experts")] = keep
+  config[mixture.count_name(config)] = keep
   rows = {
     f"{parsed.root}layers.{i}.{one.prefix}.gate.weight": at
     for i, at in enumerate(kept)

@@ -1,5 +1,7 @@
 """Search the sparsity of each layer, by evolution on the model's output."""
 
+import contextlib
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -8,9 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpruner import _leaves
-from jaxpruner.post_training import pruning
+from jaxpruner.post_training import calibration, pruning, solve_layer
 from jaxpruner.post_training.calibration import ApplyFn, FilterFn
 from jaxpruner.sparsity_distributions import default_filter
+from jaxpruner.sparsity_types import Unstructured
 
 Levels = tuple[int, ...]
 
@@ -41,8 +44,9 @@ def search_levels(
   the mean of KL(dense ‖ pruned) over the positions, the last axis of the
   output being that of the classes.
 
-  Cost: 2·`reach` + 1 times `prune`, and as many models in memory; then per
-  generation some `offspring` forward passes over one batch.
+  Cost: one pass over the batches, 2·`reach` + 1 times the solver, and as many
+  models in memory; then per generation some `offspring` forward passes over one
+  batch.
 
   Args:
     apply_fn: `apply_fn(params, batch) -> logits`.
@@ -80,17 +84,10 @@ def search_levels(
       f"{levels[0]:g} to {levels[-1]:g} must lie in [0, 1)"
     )
   _check(generations, offspring, survivors)
-  found = [
-    pruning.prune(
-      apply_fn, params, rows, method=method, sparsity=level,
-      filter_fn=filter_fn, sequential=False,
-    )
-    for level in levels
-  ]  # fmt: skip
+  model = calibration.Model(apply_fn, params, rows, filter_fn)
+  columns = pruned_at(model, levels, method)
   named, treedef = _leaves.flatten_with_names(params)
-  columns = [jax.tree.leaves(new) for new, _, _ in found]
-  names = dict.fromkeys(layer.name for layer in found[0][2].layers)
-  places = [i for i, (n, _) in enumerate(named) if _leaves.join(n) in names]
+  places = sorted({model.places[part.leaf] for part in model.parts})
   leaves = [leaf for _, leaf in named]
   divergence = jax.jit(lambda p, x, goal: _divergence(apply_fn(p, x), goal))
   goals = [np.asarray(apply_fn(params, row)) for row in rows]
@@ -119,6 +116,34 @@ def search_levels(
     _leaves.join(named[i][0]): levels[k]
     for i, k in zip(places, best, strict=True)
   }
+
+
+def pruned_at(
+  model: calibration.Model, levels: Sequence[float], method: Any
+) -> list[list[Any]]:
+  """Return per level the leaves of the parameters, as `prune` gives them.
+
+  All levels are solved on the moments of one pass through the dense model.
+  """
+  settings = solve_layer.Settings(method)
+  leaves = {part.leaf for part in model.parts}
+  jobs = [
+    pruning.Job(model, dict.fromkeys(leaves, level), Unstructured(), settings)
+    for level in levels
+  ]
+  if settings.needs == "none":
+    for part, job in itertools.product(model.parts, jobs):
+      job.prune(part, None)
+  else:
+    gram = settings.needs == "gram"
+    _, cuts = model.stream(gram, False, lambda _: False)
+    with contextlib.closing(cuts):
+      for cut, sums in cuts:
+        for part in cut.parts:
+          seen = calibration.statistics(part, sums)
+          for job in jobs:
+            job.prune(part, seen)
+  return [jax.tree.leaves(model.tree(job.leaves)) for job in jobs]
 
 
 def evolve(

@@ -24,11 +24,11 @@ class Fields:
   def __init__(self, config: Any, where: str = "config.json"):
     if not isinstance(config, Mapping):
       raise FileFormatError(f"{where}: not a JSON object")
-    self._config, self.where = config, where
+    self.config, self.where = config, where
 
   def size(self, name: str, default: int | None = None) -> int:
     """Return a count that a model may have."""
-    value = self._config.get(name)
+    value = self.config.get(name)
     value = default if value is None else value
     if type(value) is not int or not 1 <= value <= _LIMITS[name]:
       raise FileFormatError(
@@ -38,7 +38,7 @@ class Fields:
     return value
 
   def number(self, name: str, default: float | None) -> float:
-    value = self._config.get(name)
+    value = self.config.get(name)
     value = default if value is None else value
     if not isinstance(value, int | float) or not 0 < value < 1e12:
       raise FileFormatError(
@@ -47,7 +47,7 @@ class Fields:
     return float(value)
 
   def flag(self, name: str, default: bool = False) -> bool:
-    value = self._config.get(name)
+    value = self.config.get(name)
     value = default if value is None else value
     if type(value) is not bool:
       raise FileFormatError(
@@ -56,10 +56,10 @@ class Fields:
     return value
 
   def get(self, name: str, default: Any = None) -> Any:
-    return self._config.get(name, default)
+    return self.config.get(name, default)
 
   def choice(self, name: str, known: Any, default: str | None = None) -> str:
-    value = self._config.get(name, default)
+    value = self.config.get(name, default)
     if not isinstance(value, str) or value not in known:
       raise FileFormatError(
         f"{self.where}: {name}={value!r:.100} is not one of {', '.join(known)}"

@@ -1,6 +1,7 @@
 """A mixture of experts in place of the MLP: its fields, tensors, product."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -46,17 +47,27 @@ def shapes(experts: Experts, dim: int) -> dict[str, tuple[int, ...]]:
   return found
 
 
+def count_name(config: Mapping[str, Any]) -> str:
+  """Return the entry of `config.json` that counts the experts.
+
+  Hugging Face's transformers writes a model's own name for it, or since its
+  fifth version the one of Mixtral.
+  """
+  names = ("num_experts", "num_local_experts")
+  return names[config.get(names[0]) is None]
+
+
 def parse(field: Fields, kind: str, layers: int) -> tuple[Experts | None, ...]:
   """Return the mixture of each layer; None for an MLP."""
   if kind == "mixtral":
     one = Experts(
-      field.size("num_local_experts"), field.size("num_experts_per_tok"),
+      field.size(count_name(field.config)), field.size("num_experts_per_tok"),
       field.size("intermediate_size"), True, names=("w1", "w3", "w2"),
       prefix="block_sparse_moe",
     )  # fmt: skip
   elif kind.endswith("_moe"):
     one = Experts(
-      field.size("num_experts"),
+      field.size(count_name(field.config)),
       field.size("num_experts_per_tok"),
       field.size("moe_intermediate_size"),
       field.flag("norm_topk_prob"),

@@ -1,21 +1,27 @@
 """Magnitude: keep the largest weights; the inputs are not used."""
 
-import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxpruner.post_training._pattern import Pattern
+from jaxpruner.post_training._pattern import Pattern, kept, largest
 from jaxpruner.post_training.solvers.table import Solver
+from jaxpruner.sparsity_types import Unstructured
 
 
-@functools.partial(jax.jit, static_argnums=(0, 2, 3))
 def ranked(
   pattern: Pattern, scores: jax.Array, sparsity: float, per_output: bool
 ) -> jax.Array:
   """Return the mask of the highest scores."""
-  return pattern.mask(scores, sparsity, per_output)
+  if type(pattern.kind) is Unstructured:
+    # One compilation for all sparsities: layers may have one each.
+    return _largest(scores, kept(scores, sparsity, per_output), per_output)
+  return _mask(pattern, scores, sparsity)
+
+
+_largest = jax.jit(largest, static_argnums=2)
+_mask = jax.jit(Pattern.mask, static_argnums=(0, 2))
 
 
 def solve(
