@@ -108,6 +108,44 @@ def test_structures_of_one_sparsity_each_are_compared_once():
   assert not any("has one sparsity" in text for text in sentences)
 
 
+def test_structures_of_each_algorithm_have_their_own_curves():
+  """Two algorithms are two answers, and are held against each other."""
+  found = structure_run()
+  after = {}
+  for cell in found.cells[1:]:
+    record = found.records[cell.id]
+    other = cell._replace(algorithm="after:magnitude")
+    fields = {"weights": record.weights, "bytes": record.bytes}
+    fields["inference_flops"] = record.inference_flops
+    values = [x - 5 for x in record.metrics["accuracy"]]
+    after[other] = (values, fields)
+  both = findings(after)
+  both = dataclasses.replace(
+    found,
+    cells=found.cells + both.cells,
+    records=found.records | both.records,
+  )
+  alone = structure_question.verdict(found)
+  words = structure_question.verdict(both)
+  assert [f"magnitude: {text}" for text in alone] == words[: len(alone)]
+  assert words[len(alone)].startswith("after:magnitude: At equal weights")
+  assert words[-2:] == [
+    f"after:magnitude against magnitude at {level} %: "
+    "unstructured -5.00 [-5.00, -5.00] (worse), "
+    "8x8 -5.00 [-5.00, -5.00] (worse), "
+    "channels -5.00 [-5.00, -5.00] (worse)."
+    for level in (50, 90)
+  ]
+  titles = [table.title for table in structure_question.tables(both)]
+  assert [title.partition(":")[0] for title in titles] == [
+    "magnitude",
+    "after",
+  ]
+  (axis, *_) = structure_question.pictures(both)["structure"].axes
+  labels = axis.get_legend_handles_labels()[1]
+  assert labels[0] == "unstructured, magnitude" and len(labels) == 6
+
+
 def test_structure_interpolates_between_the_points_of_a_curve():
   points = [(0.1, [1.0, 2.0]), (0.5, [3.0, 6.0]), (1.0, [4.0, 8.0])]
   assert structure_question.at_cost(points, 0.3) == [2.0, 4.0]
