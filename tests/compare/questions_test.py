@@ -22,7 +22,14 @@ from jaxpruner.compare import (
   tasks,
 )
 from jaxpruner.compare.cells import Cell
-from jaxpruner.compare.questions import asking, base, limits, qualities, tickets
+from jaxpruner.compare.questions import (
+  asking,
+  base,
+  limits,
+  qualities,
+  small_dense,
+  tickets,
+)
 from jaxpruner.compare.questions import structure as structure_question
 from jaxpruner.compare.records import Latency, Measures
 
@@ -73,6 +80,28 @@ def test_small_dense_says_which_of_two_equal_sizes_is_better(gain, words):
   assert words in sentence
   assert f"{gain:+.2f}" in sentence
   assert "2.0 to 2.0 times the FLOPs" in sentence
+
+
+def test_small_dense_tells_structures_apart():
+  """The command for question 3.4 names two types."""
+  found = small_dense_run(1.0)
+  channels = Cell("rigl", 0.9, "channels")
+  more = findings({channels: (shifted(-9), {"weights": 200})})
+  both = dataclasses.replace(
+    found,
+    cells=found.cells + more.cells,
+    records=found.records | more.records,
+  )
+  words = questions.QUESTIONS.find("small-dense").verdict(both)
+  assert [text.partition(",")[0] for text in words] == ["rigl", "rigl channels"]
+  assert "(0.50 to 0.50 times)" in words[1]
+  assert "+1.00" in words[0] and "-6.00" in words[1]
+  (axis,) = small_dense.pictures(both)["small-dense"].axes
+  assert axis.get_legend_handles_labels()[1] == [
+    "dense",
+    "rigl",
+    "rigl channels",
+  ]
 
 
 def structure_run(higher=True, levels=(0.5, 0.9)):

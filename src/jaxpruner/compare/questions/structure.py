@@ -41,7 +41,7 @@ def structure_of(cell: Cell) -> str:
 
 
 def families(found: Findings) -> dict[str, Findings]:
-  """Return one set of findings for each algorithm and its options.
+  """Return one set of findings for each algorithm, distribution and options.
 
   Structures are compared inside of each, with the baselines of its options.
 
@@ -51,23 +51,24 @@ def families(found: Findings) -> dict[str, Findings]:
   Returns:
     What tells a family from the others ("" if there is one) -> its findings.
   """
-  keys = dict.fromkeys(
-    (cell.algorithm, cell.options)
-    for cell in found.cells
-    if cell.name not in BASELINES
+  sparse = [cell for cell in found.cells if cell.name not in BASELINES]
+  several = len({cell.distribution for cell in sparse if cell.distribution}) > 1
+  # Without its structure; a single distribution may be that of 2:4 alone.
+  plain = lambda cell: cell._replace(
+    type="", distribution=cell.distribution if several else ""
   )
-  if len(keys) < 2:
+  names = dict.fromkeys(plain(cell).label for cell in sparse)
+  if len(names) < 2:
     return {"": found}
-  several = len({options for _, options in keys}) > 1
   result = {}
-  for algorithm, options in keys:
-    cells = [
+  for name in names:
+    mine = [cell for cell in sparse if plain(cell).label == name]
+    baselines = [
       cell
       for cell in found.cells
-      if cell.options == options and cell.algorithm in (*BASELINES, algorithm)
+      if cell.name in BASELINES and cell.options == mine[0].options
     ]
-    name = f"{algorithm} ({options})" if several and options else algorithm
-    result[name] = dataclasses.replace(found, cells=cells)
+    result[name] = dataclasses.replace(found, cells=baselines + mine)
   return result
 
 
