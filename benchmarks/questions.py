@@ -49,21 +49,37 @@ NOTE = (
   "gradual pruning had 150 steps. The answers hold for this budget; at high "
   "sparsity it favours networks that start small. Latency and step time are "
   "of a machine with other load; those of speeches (`sotu`) and of tickets, of "
-  "the machine alone."
+  "the machine alone. The machine above wrote this page; runs of 2026-11-18 "
+  "are of a Xeon at 2.50 GHz, those of 2026-11-19 of an AMD EPYC, both with 2 "
+  "cores."
 )
 DEFAULT = ("small-dense", "structure", "tickets", "robustness")
 
 
+ALONE = " --jobs 1"  # one process; two otherwise, on machines of two cores
+
+
+def _processes(found: record_files.Records) -> int:
+  return 1 if ALONE in found.info.command else 2
+
+
 def _seconds(path: pathlib.Path) -> float:
-  """Return the time of all cells of a run; two ran at a time."""
-  found = record_files.load(str(path)).records.values()
-  return sum(record.seconds for record in found) / 2
+  """Return the time that the cells of a run took."""
+  found = record_files.load(str(path))
+  spent = sum(record.seconds for record in found.records.values())
+  return spent / _processes(found)
 
 
-def _command(settings: Mapping[str, Any]) -> str:
+def _command(found: record_files.Records) -> str:
   """Return the command of a run, without places of this machine."""
+  settings: Mapping[str, Any] = found.info.settings
   text = f"jaxpruner compare --question {settings['question']} --task "
-  text += settings["task"]
+  text += settings["task"] + (ALONE if _processes(found) == 1 else "")
+  asked = asking.with_axes(
+    {key: settings[key] for key in ("question", "task", "options")}
+  )
+  if tuple(settings["algorithms"]) != tuple(asked["algorithms"]):
+    text += f" --algorithms {','.join(settings['algorithms'])}"
   for name, value in settings["options"].items():
     several = value if isinstance(value, list | tuple) else [value]
     text += f" --set {name}={','.join(map(str, several))}"
@@ -79,13 +95,15 @@ def section(path: pathlib.Path) -> str:
   records = page.RESULTS / "records" / f"question-{path.name}.jsonl"
   found = record_files.load(str(path))
   # The command that was typed names a folder of one machine.
-  plain = dataclasses.replace(found.info, command=_command(info.settings))
+  command, processes = _command(found), _processes(found)
+  plain = dataclasses.replace(found.info, command=command)
   if (path / "report.html").exists():  # trained here, not restored
     record_files.save(dataclasses.replace(found, info=plain), str(records))
   parts = [
     f"## {answer.question.asks}",
-    f"`{_command(info.settings)}`, {info.settings['seeds']} seeds, "
-    f"{info.started[:10]}; {_seconds(path) / 60:.0f} minutes in two processes. "
+    f"`{command}`, {info.settings['seeds']} seeds, {info.started[:10]}; "
+    f"{_seconds(path) / 60:.0f} minutes in "
+    f"{'two processes' if processes == 2 else 'one process'}. "
     f"All numbers: [records](records/{records.name}).",
     "\n".join(f"- {sentence}" for sentence in answer.words),
   ]
@@ -93,7 +111,8 @@ def section(path: pathlib.Path) -> str:
     parts.append(f"{table.title}:\n\n" + page.table(table.head, table.lines))
   task = info.settings["task"]
   for name, figure in answer.figures().items():
-    picture = f"question-{name if task == 'fashion' else f'{task}-{name}'}.png"
+    own = path.name.removeprefix("fashion-" if task == "fashion" else "")
+    picture = f"question-{own}.png"
     figure.savefig(page.RESULTS / picture, dpi=100)
     parts.append(f"![{name}]({picture})\n\n{answer.question.captions[name]}")
   return "\n\n".join(parts)
@@ -114,7 +133,7 @@ def domains(paths: list[pathlib.Path], sparsity: float = 0.5) -> str:
   for path in paths:
     answer = asking.answer_of(str(path))
     task = run_folder.read_run(path).settings["task"]
-    if answer is None or answer.question.name != "structure":
+    if answer is None or path.name != f"{task}-structure":
       continue
     found = answer.found
     mine = {

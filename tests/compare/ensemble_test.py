@@ -54,7 +54,8 @@ def test_the_next_member_is_as_sparse_and_moved_only_if_dynamic(growth):
     for w, m in zip(leaves, treedef.flatten_up_to(masks), strict=True)
   ]
   params = jax.tree.unflatten(treedef, masked)
-  member, changed = free_tickets.refine(task, params, masks, data, key, growth)
+  refine = jax.jit(free_tickets.refine, static_argnums=(0, 5))
+  member, changed = refine(task, params, masks, data, key, growth)
   for weights, old, new in zip(
     jax.tree.leaves(member),
     treedef.flatten_up_to(masks),

@@ -136,7 +136,8 @@ def test_the_loss_counts_the_answer_only():
   task = tasks.make_task("copy", {"width": 8, "letters": 3})
   batch = jnp.asarray(task.load()["test"][:4]).astype(jnp.int32)
   params = task.init(jax.random.key(0))
-  logits = np.asarray(task.shifted(params, batch[:, :-1], 0))
+  shifted = jax.jit(task.shifted, static_argnums=2)
+  logits = np.asarray(shifted(params, batch[:, :-1], 0))
   logp = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
   total, count = 0.0, 0
   for i, row in enumerate(np.asarray(batch)):
@@ -149,7 +150,7 @@ def test_the_loss_counts_the_answer_only():
     for key in map(jax.random.key, range(99))
     if jax.random.randint(key, (), 0, task.context - context + 1) == 0
   )
-  assert float(task.loss(params, batch, key)) == pytest.approx(
+  assert float(jax.jit(task.loss)(params, batch, key)) == pytest.approx(
     total / count, rel=1e-5
   )
 
@@ -172,6 +173,8 @@ def test_a_translation_is_learnt_and_counted_letter_by_letter(monkeypatch):
   task = tasks.make_task("translation", {"width": 8, "depth": 1})
   data = task.load()
   assert len(data["train"]) == 80 and len(data["test"]) == 20
-  found = task.evaluate(task.init(jax.random.key(0)), data)
+  found = jax.jit(lambda key: task.evaluate(task.init(key), data))(
+    jax.random.key(0)
+  )
   assert set(found) == {"letters", "exact match"}
   assert 0 <= float(found["exact match"]) <= float(found["letters"]) <= 100

@@ -22,7 +22,14 @@ from jaxpruner.compare import (
   tasks,
 )
 from jaxpruner.compare.cells import Cell
-from jaxpruner.compare.questions import asking, base, limits, qualities, tickets
+from jaxpruner.compare.questions import (
+  asking,
+  base,
+  limits,
+  qualities,
+  small_dense,
+  tickets,
+)
 from jaxpruner.compare.questions import structure as structure_question
 from jaxpruner.compare.records import Latency, Measures
 
@@ -75,6 +82,28 @@ def test_small_dense_says_which_of_two_equal_sizes_is_better(gain, words):
   assert "2.0 to 2.0 times the FLOPs" in sentence
 
 
+def test_small_dense_tells_structures_apart():
+  """The command for question 3.4 names two types."""
+  found = small_dense_run(1.0)
+  channels = Cell("rigl", 0.9, "channels")
+  more = findings({channels: (shifted(-9), {"weights": 200})})
+  both = dataclasses.replace(
+    found,
+    cells=found.cells + more.cells,
+    records=found.records | more.records,
+  )
+  words = questions.QUESTIONS.find("small-dense").verdict(both)
+  assert [text.partition(",")[0] for text in words] == ["rigl", "rigl channels"]
+  assert "(0.50 to 0.50 times)" in words[1]
+  assert "+1.00" in words[0] and "-6.00" in words[1]
+  (axis,) = small_dense.pictures(both)["small-dense"].axes
+  assert axis.get_legend_handles_labels()[1] == [
+    "dense",
+    "rigl",
+    "rigl channels",
+  ]
+
+
 def structure_run(higher=True, levels=(0.5, 0.9)):
   sign = 1 if higher else -1
   cells = {Cell("dense", 0.0): (DENSE, {"weights": 100, "bytes": 400})}
@@ -106,6 +135,44 @@ def test_structures_of_one_sparsity_each_are_compared_once():
   sentences = structure_question.verdict(structure_run(levels=(0.5,)))
   assert "At equal weights (0.50 of dense) unstructured" in sentences[0]
   assert not any("has one sparsity" in text for text in sentences)
+
+
+def test_structures_of_each_algorithm_have_their_own_curves():
+  """Two algorithms are two answers, and are held against each other."""
+  found = structure_run()
+  after = {}
+  for cell in found.cells[1:]:
+    record = found.records[cell.id]
+    other = cell._replace(algorithm="after:magnitude")
+    fields = {"weights": record.weights, "bytes": record.bytes}
+    fields["inference_flops"] = record.inference_flops
+    values = [x - 5 for x in record.metrics["accuracy"]]
+    after[other] = (values, fields)
+  both = findings(after)
+  both = dataclasses.replace(
+    found,
+    cells=found.cells + both.cells,
+    records=found.records | both.records,
+  )
+  alone = structure_question.verdict(found)
+  words = structure_question.verdict(both)
+  assert [f"magnitude: {text}" for text in alone] == words[: len(alone)]
+  assert words[len(alone)].startswith("after:magnitude: At equal weights")
+  assert words[-2:] == [
+    f"after:magnitude against magnitude at {level} %: "
+    "unstructured -5.00 [-5.00, -5.00] (worse), "
+    "8x8 -5.00 [-5.00, -5.00] (worse), "
+    "channels -5.00 [-5.00, -5.00] (worse)."
+    for level in (50, 90)
+  ]
+  titles = [table.title for table in structure_question.tables(both)]
+  assert [title.partition(":")[0] for title in titles] == [
+    "magnitude",
+    "after",
+  ]
+  (axis, *_) = structure_question.pictures(both)["structure"].axes
+  labels = axis.get_legend_handles_labels()[1]
+  assert labels[0] == "unstructured, magnitude" and len(labels) == 6
 
 
 def test_structure_interpolates_between_the_points_of_a_curve():
@@ -194,10 +261,13 @@ def test_a_gradient_attack_stays_within_its_radius_and_does_harm():
   )
 
 
-@given(
-  st.lists(st.integers(0, 5), min_size=1, max_size=8),
-  st.lists(st.integers(0, 5), min_size=1, max_size=8),
+# Three lengths: each shape compiles.
+scores = st.sampled_from([1, 2, 8]).flatmap(
+  lambda n: st.lists(st.integers(0, 5), min_size=n, max_size=n)
 )
+
+
+@given(scores, scores)
 def test_auroc_is_the_share_of_pairs_in_order(inside, outside):
   pairs = [(a > b) + 0.5 * (a == b) for a in inside for b in outside]
   found = qualities.auroc(

@@ -68,6 +68,28 @@ class Cell(NamedTuple):
     return self.algorithm.partition("{")[0]
 
   @property
+  def method(self) -> str:
+    """The algorithm with its structure and distribution, where they vary.
+
+    Example:
+      >>> Cell("rigl{drop_fraction=0.1}", 0.5, "2:4", "", "width=64").method
+      'rigl{drop_fraction=0.1} 2:4'
+    """
+    return " ".join(
+      filter(None, (self.algorithm, self.type, self.distribution))
+    )
+
+  @property
+  def label(self) -> str:
+    """The method with the options of the task that vary.
+
+    Example:
+      >>> Cell("rigl", 0.5, "2:4", "", "width=64").label
+      'rigl 2:4 width=64'
+    """
+    return f"{self.method} {self.options}".strip()
+
+  @property
   def source(self) -> Optional["Cell"]:
     """The cell whose trained networks this cell starts from or learns from.
 

@@ -1,8 +1,8 @@
 """Measured inference time of each trained network, relative to dense.
 
-Each network runs with the library's fastest kernels for its masks,
-`jaxpruner.sparse.accelerate`. Without numba the masked network runs as a dense
-one, and takes as long.
+Each network runs with the library's fastest formats for its masks, found by
+`jaxpruner.sparse.accelerate`; a layer may stay dense. Without numba there are
+fewer formats. A network that cannot be rewritten runs as a masked dense one.
 """
 
 import pathlib

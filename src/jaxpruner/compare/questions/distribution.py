@@ -83,7 +83,8 @@ def _groups(found: Findings) -> dict[tuple[str, float], list[Cell]]:
   result: dict[tuple[str, float], list[Cell]] = {}
   for cell in found.cells:
     if cell.distribution:
-      result.setdefault((cell.algorithm, cell.sparsity), []).append(cell)
+      name = cell._replace(distribution="").label
+      result.setdefault((name, cell.sparsity), []).append(cell)
   return result
 
 

@@ -80,7 +80,7 @@ def verdict(found: Findings) -> list[str]:
   """Hold dynamic masks against static ones, ensembles against networks."""
   sentences = []
   for cell in _sparse(found):
-    where = f"{cell.algorithm} at {percent(cell.sparsity)}"
+    where = f"{cell.method} at {percent(cell.sparsity)}"
     where += f" ({cell.options})" if cell.options else ""
     parts = []
     if cell.name != "static_sparse":
@@ -115,7 +115,7 @@ def _dropout_words(found: Findings) -> list[str]:
     )
     gain = found.better(cell, plain)
     if gain is not None and cell.name != "small_dense":
-      name = cell.algorithm
+      name = cell.method
       name += "" if name == "dense" else f" at {percent(cell.sparsity)}"
       sentences.append(
         f"Dropout of {rate} on {name}: {signed(gain)}{found.suffix} "
@@ -130,7 +130,7 @@ def tables(found: Findings) -> list[Table]:
   for cell in found.cells:
     if cell.id not in found.measures or cell.name == "small_dense":
       continue
-    title = cell.algorithm
+    title = cell.method
     title += "" if cell.name == "dense" else f" {percent(cell.sparsity)}"
     title += f" ({cell.options})" if cell.options else ""
     texts = []
@@ -160,7 +160,7 @@ def pictures(found: Findings) -> dict[str, Any]:
   curves: dict[str, list] = {}
   spread: dict[str, list] = {}
   for cell in _sparse(found):
-    label = f"{cell.algorithm} {cell.options}".strip()
+    label = cell.label
     last, all_ = (
       found.values(cell, "last member"),
       found.values(cell, "ensemble"),

@@ -65,8 +65,7 @@ def curves(found: Findings) -> dict[str, list[Cell]]:
   for cell in found.cells:
     if cell.name == "dense" or found.values(cell.dense) is None:
       continue
-    parts = [cell.algorithm, cell.type, cell.distribution, cell.options]
-    result.setdefault(" ".join(filter(None, parts)), []).append(cell)
+    result.setdefault(cell.label, []).append(cell)
   return {
     label: sorted(cells, key=lambda cell: cell.sparsity)
     for label, cells in result.items()

@@ -78,7 +78,7 @@ def verdict(found: Findings) -> list[str]:
       if judged(gain) != "not told apart"
     ]
     sentences.append(
-      f"{cell.algorithm} at {percent(cell.sparsity)}, against dense: "
+      f"{cell.method} at {percent(cell.sparsity)}, against dense: "
       f"{counted([*gains.values()])}"
       + (f" ({', '.join(told)})." if told else ".")
     )
@@ -94,7 +94,7 @@ def _data_words(found: Findings) -> list[str]:
     less, all_ = found.better(cell, cell.dense), found.better(full, full.dense)
     if less is not None and all_ is not None:
       sentences.append(
-        f"{cell.algorithm} at {percent(cell.sparsity)}, against dense: with "
+        f"{cell.method} at {percent(cell.sparsity)}, against dense: with "
         f"10 % of the training data {signed(less)}, with all {signed(all_)}"
         f"{found.suffix}."
       )
@@ -107,10 +107,10 @@ def tables(found: Findings) -> list[Table]:
   measured = [cell for cell in found.cells if cell.id in found.measures]
   dense = [cell for cell in measured if cell.name == "dense"]
   for cell in [*dense, *_full(found)]:
-    title = cell.algorithm
+    title = cell.method
     if cell.name != "dense":
       title += f" {percent(cell.sparsity)}"
-    if "share" in cell.options:
+    if cell.options:
       title += f" ({cell.options})"
     texts = []
     for name, higher in QUALITIES.items():
@@ -139,7 +139,7 @@ def pictures(found: Findings) -> dict[str, Any]:
     sharey=True,
     layout="constrained",
   )
-  labels = [f"{c.algorithm} {percent(c.sparsity)}" for c in cells]
+  labels = [f"{c.method} {percent(c.sparsity)}" for c in cells]
   styles = drawing.styles(labels)
   for axis in grid.flat[len(names) :]:
     axis.set_axis_off()

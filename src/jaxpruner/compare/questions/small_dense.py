@@ -40,8 +40,8 @@ def verdict(found: Findings) -> list[str]:
   twins = pairs(found)
   if not twins:
     return ["No cell has a dense network of the same size to compare with."]
-  for name in dict.fromkeys(cell.algorithm for cell, _ in twins):
-    mine = [(cell, twin) for cell, twin in twins if cell.algorithm == name]
+  for name in dict.fromkeys(cell.method for cell, _ in twins):
+    mine = [(cell, twin) for cell, twin in twins if cell.method == name]
     differences = [found.better(cell, twin) for cell, twin in mine]
     costs = [
       found.records[cell.id].training_flops
@@ -78,7 +78,7 @@ def curves(found: Findings) -> list[drawing.Curve]:
     if values is None:
       continue
     dense = cell.name in ("dense", "small_dense")
-    label = "dense" if dense else f"{cell.algorithm} {cell.options}".strip()
+    label = "dense" if dense else cell.label
     place = (found.records[cell.id].weights, values)
     points.setdefault(label, []).append(place)
     start = found.values(cell.dense)

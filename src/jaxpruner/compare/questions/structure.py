@@ -1,5 +1,6 @@
 """Structured against unstructured at equal cost (handbook, 3.2 to 3.6)."""
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from jaxpruner.compare import spelling
-from jaxpruner.compare.cells import Cell
+from jaxpruner.compare.cells import BASELINES, Cell
 from jaxpruner.compare.columns import percent
 from jaxpruner.compare.questions import drawing
 from jaxpruner.compare.questions.base import (
@@ -37,6 +38,38 @@ def structure_of(cell: Cell) -> str:
   if cell.name == "dense":
     return ""
   return NARROWER if cell.name == "small_dense" else cell.type or "unstructured"
+
+
+def families(found: Findings) -> dict[str, Findings]:
+  """Return one set of findings for each algorithm, distribution and options.
+
+  Structures are compared inside of each, with the baselines of its options.
+
+  Args:
+    found: the findings.
+
+  Returns:
+    What tells a family from the others ("" if there is one) -> its findings.
+  """
+  sparse = [cell for cell in found.cells if cell.name not in BASELINES]
+  several = len({cell.distribution for cell in sparse if cell.distribution}) > 1
+  # Without its structure; a single distribution may be that of 2:4 alone.
+  plain = lambda cell: cell._replace(
+    type="", distribution=cell.distribution if several else ""
+  )
+  names = dict.fromkeys(plain(cell).label for cell in sparse)
+  if len(names) < 2:
+    return {"": found}
+  result = {}
+  for name in names:
+    mine = [cell for cell in sparse if plain(cell).label == name]
+    baselines = [
+      cell
+      for cell in found.cells
+      if cell.name in BASELINES and cell.options == mine[0].options
+    ]
+    result[name] = dataclasses.replace(found, cells=baselines + mine)
+  return result
 
 
 def bytes_of(cell: Cell, found: Findings) -> float:
@@ -157,6 +190,37 @@ def compared(
 def verdict(found: Findings) -> list[str]:
   """Say for each cost which structure is best, and what the others lose."""
   sentences = []
+  parts = families(found)
+  for name, part in parts.items():
+    start = f"{name}: " if name else ""
+    sentences += [start + text for text in _family_words(part)]
+  return sentences + _between_words(parts)
+
+
+def _between_words(parts: dict[str, Findings]) -> list[str]:
+  """Hold each algorithm against the first, structure by structure."""
+  (first, base), *others = parts.items()
+  place = lambda cell: (cell.sparsity, cell.type, cell.distribution)
+  sparse = lambda part: [c for c in part.cells if c.name not in BASELINES]
+  theirs = {place(cell): cell for cell in sparse(base)}
+  sentences = []
+  for name, part in others:
+    lines: dict[float, list[str]] = {}
+    for cell in sparse(part):
+      other = theirs.get(place(cell))
+      gain = part.better(cell, other) if other else None
+      if gain is not None:
+        text = f"{structure_of(cell)} {signed(gain)} ({judged(gain)})"
+        lines.setdefault(cell.sparsity, []).append(text)
+    sentences += [
+      f"{name} against {first} at {percent(level)}: {', '.join(texts)}."
+      for level, texts in lines.items()
+    ]
+  return sentences
+
+
+def _family_words(found: Findings) -> list[str]:
+  sentences = []
   for cost in COSTS:
     level, kinds = compared(found, cost)
     if not kinds:
@@ -219,7 +283,12 @@ def _latency_words(found: Findings) -> list[str]:
 
 
 def tables(found: Findings) -> list[Table]:
-  """Return structure × cost: the metric at equal cost."""
+  """Return structure × cost: the metric at equal cost, for each algorithm."""
+  made = [_table(name, part) for name, part in families(found).items()]
+  return [table for table in made if table.lines]
+
+
+def _table(name: str, found: Findings) -> Table:
   columns = {cost: compared(found, cost) for cost in COSTS}
   kinds = dict.fromkeys(k for _, row in columns.values() for k in row)
   head = ["structure"]
@@ -233,7 +302,11 @@ def tables(found: Findings) -> list[Table]:
       cells.append(text if gain is None else f"{text} ({signed(gain)})")
     lines.append([kind, *cells])
   title = f"{found.metric} at equal cost, and the advantage over unstructured"
-  return [Table(title, head, lines)] if lines else []
+  return Table(f"{name}: {title}" if name else title, head, lines)
+
+
+# The lines of the first algorithm, of the second, ...
+LINES = ("-", "--", ":", "-.")
 
 
 def pictures(found: Findings) -> dict[str, Any]:
@@ -242,23 +315,33 @@ def pictures(found: Findings) -> dict[str, Any]:
     2, 2, figsize=(8.4, 6.2), sharey=True, layout="constrained"
   )
   label = drawing.label_of(found.metric, found.unit)
+  parts = families(found)
   drawn: dict[str, Any] = {}
   for axis, cost in zip(grid.flat, [*COSTS, "latency"], strict=True):
-    points = curve_points(found, cost)
-    styles = drawing.styles(list(points))
-    curves = [
-      drawing.Curve(kind, [p[:2] for p in found_points], styles[kind])
-      for kind, found_points in points.items()
-    ]
-    if cost == "latency":  # not a function of sparsity: points, no lines
-      curves = [c._replace(style=c.style | {"ls": ""}) for c in curves]
+    curves: list[drawing.Curve] = []
+    narrower: set[Cell] = set()  # algorithms of the same options share them
+    for i, (name, part) in enumerate(parts.items()):
+      points = curve_points(part, cost)
+      styles = drawing.styles(list(points))
+      for kind, places in points.items():
+        words, baseline = f"{kind}, {name}" if name else kind, places[0][2]
+        if kind == NARROWER:
+          if baseline in narrower:
+            continue
+          narrower.add(baseline)
+          words = f"{kind} {baseline.options}".strip()
+        line = "" if cost == "latency" else LINES[i % len(LINES)]
+        # Latency is not a function of sparsity: points, no lines.
+        style = styles[kind] | ({"ls": line} if i or not line else {})
+        curves.append(drawing.Curve(words, [p[:2] for p in places], style))
     words = "measured latency" if cost == "latency" else cost
     drawing.draw(axis, curves, f"{words}, relative to dense", label)
     handles, labels = axis.get_legend_handles_labels()
     drawn |= dict(zip(labels, handles, strict=True))
   if drawn:
+    columns = min(len(drawn), 6 if len(parts) == 1 else 4)
     figure.legend(
-      drawn.values(), drawn, loc="outside lower center", ncols=len(drawn)
+      drawn.values(), drawn, loc="outside lower center", ncols=columns
     )
   figure.suptitle("Structures at equal cost", fontsize=10)
   return {"structure": figure}

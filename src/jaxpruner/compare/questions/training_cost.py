@@ -117,8 +117,8 @@ def verdict(found: Findings) -> list[str]:
     gain = found.better(early, late)
     sentences.append(
       f"At {percent(sparsity)} the best sparse-to-sparse row "
-      f"({early.algorithm}) against the best dense-to-sparse row "
-      f"({late.algorithm}): {signed(gain)}{found.suffix} ({judged(gain)}), at "
+      f"({early.label}) against the best dense-to-sparse row "
+      f"({late.label}): {signed(gain)}{found.suffix} ({judged(gain)}), at "
       f"{_flops(found, early):.2f} against {_flops(found, late):.2f} of "
       f"dense's training FLOPs{_measured(found, early, late)}."
     )
@@ -151,7 +151,7 @@ def tables(found: Findings) -> list[Table]:
   for cell in found.cells:
     if cell.name in ("dense", "small_dense"):
       continue
-    row = [f"{cell.algorithm} {percent(cell.sparsity)}", kind_of(cell)]
+    row = [f"{cell.label} {percent(cell.sparsity)}", kind_of(cell)]
     row.append(signed(found.better(cell, cell.dense)))
     row.append(f"{_flops(found, cell):.2f}")
     for name in ("step time", "step memory"):
@@ -171,7 +171,7 @@ def pictures(found: Findings) -> dict[str, Any]:
     values = found.values(cell)
     if values and cell.name != "small_dense":
       place = (_flops(found, cell), values)
-      points.setdefault(cell.algorithm, []).append(place)
+      points.setdefault(cell.label, []).append(place)
   styles = drawing.styles(list(points))
   curves = [drawing.Curve(k, v, styles[k]) for k, v in points.items()]
   label = drawing.label_of(found.metric, found.unit)
