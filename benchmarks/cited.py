@@ -26,6 +26,13 @@ DATE = re.compile(r"\b(20\d\d-\d\d-\d\d|\d\d? [A-Z][a-z]+ 20\d\d)\b")
 COMMIT = re.compile(
   r"commits? (?:of the records: )?(?:[\w-]+ )?([0-9a-f]{7,12})"
 )
+MACHINE = re.compile(
+  r"((?:cpu|CPU|AMD|ARM|Apple|Intel|Xeon)[\w()@. ]*, \d+ cores)"
+)
+# Of a first line, or of a table of versions.
+MINUTES = re.compile(
+  r"(?:\d{4}-\d\d-\d\d, (?:about )?|time taken \| )([\d.]+) minutes"
+)
 JAX = re.compile(r"\b(?:jax|JAX) (\d+\.\d+\.\d+)")
 
 
@@ -40,6 +47,8 @@ class Source(NamedTuple):
     commit: the commit it states, else the one that brought the line of the
       date.
     jax: the version of JAX, or "".
+    machine: the processor, or "".
+    minutes: how long it took, or "".
     curves: whether it has pictures.
     records: the files of records that it links to.
   """
@@ -50,6 +59,8 @@ class Source(NamedTuple):
   date: str
   commit: str
   jax: str
+  machine: str
+  minutes: str
   curves: bool
   records: tuple[str, ...]
 
@@ -71,14 +82,16 @@ def source(file: pathlib.Path) -> Source:
       "2026-01-31"
     )
   commit = COMMIT.search(text)
-  jax = JAX.search(text)
+  first = lambda what: found[1] if (found := what.search(text)) else ""
   return Source(
     file.stem,
     text.splitlines()[0].removeprefix("# "),
     " ".join(command[1].split()),
     date[1],
     commit[1][:7] if commit else _brought(file, _line(text, date.start())),
-    jax[1] if jax else "",
+    first(JAX),
+    first(MACHINE),
+    first(MINUTES),
     "![" in text,
     tuple(sorted(set(re.findall(r"records/([\w-]+\.jsonl)", text)))),
   )
@@ -116,11 +129,14 @@ def table(found: list[Source]) -> str:
         s.date,
         f"`{s.commit}`" if s.commit else "–",
         s.jax or "–",
+        s.machine.replace("(R)", "") or "–",
+        s.minutes or "–",
         "yes" if s.curves else "–",
         ", ".join(linked) or "–",
       ]
     )
-  head = ["page", "made by", "date", "commit", "JAX", "pictures", "records"]
+  head = ["page", "made by", "date", "commit", "JAX"]
+  head += ["machine", "minutes", "pictures", "records"]
   return page.table(head, rows)
 
 

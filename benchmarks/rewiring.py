@@ -13,7 +13,7 @@ from typing import NamedTuple
 import further_seeds
 import page
 
-from jaxpruner.compare import files, record_files, statistics
+from jaxpruner.compare import files, record_files, run_folder, statistics
 
 ALGORITHMS = ("static_sparse", "set", "rigl", "signal_rigl")
 NAMES = ("static", "SET", "RigL", "signal")
@@ -31,6 +31,7 @@ class Run(NamedTuple):
   Attributes:
     name: of its file.
     found: its records.
+    all_infos: of its runs: further seeds are runs of their own.
     values: algorithm -> the metric of each seed; more is better.
     costs: algorithm -> FLOPs of training, relative to dense.
     seconds: of all trainings.
@@ -38,6 +39,7 @@ class Run(NamedTuple):
 
   name: str
   found: record_files.Records
+  all_infos: list[run_folder.RunInfo]
   values: dict[str, list[float]]
   costs: dict[str, float]
   seconds: float
@@ -64,7 +66,8 @@ def published(folder: pathlib.Path) -> list[Run]:
       costs[record.algorithm] = record.training_flops / dense
     seconds = sum(r.seconds for one in files for r in one.records.values())
     if set(ALGORITHMS) <= set(values):
-      runs.append(Run(file.stem, found, values, costs, seconds))
+      infos = [one.info for one in files]
+      runs.append(Run(file.stem, found, infos, values, costs, seconds))
   return runs
 
 
@@ -199,6 +202,7 @@ def main() -> None:
       "for bit by `jaxpruner reproduce FILE CELL`.",
     ],
     seconds,
+    [info for run in runs for info in run.all_infos],
   )
 
 

@@ -164,11 +164,8 @@ def main() -> None:
   fit = fit_command.fitted(inside, resamples=args.resamples)
   picture = page.RESULTS / "scaling_law.png"
   fit_command.draw(fit, inside, outside, picture)
-  seconds = sum(
-    record.seconds
-    for file in files
-    for record in record_files.read(file).records.values()
-  )
+  published = [record_files.read(file) for file in files]
+  seconds = sum(r.seconds for one in published for r in one.records.values())
   worst = max(abs(gap(fit, t)) for t in outside)
   intro = INTRO.format(
     count=len(inside),
@@ -206,6 +203,7 @@ def main() -> None:
     "A law of scale on speeches",
     [intro, shown, notes],
     seconds,
+    [one.info for one in published],
   )
 
 
