@@ -266,7 +266,7 @@ def describe(
       f"  {training.name}: predicted {new.loss:.4f} [{new.low:.4f}, "
       f"{new.high:.4f}], measured {training.loss:.4f} ({gap:+.2%})"
     )
-  if joint:
+  if isinstance(fit.law, scaling.JointLaw):
     lines += [
       "",
       "best sparsity, at equal training cost:",
