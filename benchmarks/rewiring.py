@@ -168,9 +168,9 @@ before a mask update (which is also what moves a weight under Adam). Everything
 else is equal: start, batches, schedule (a mask update every 100 steps or a
 tenth of the training until 75 %), drop fraction 0.3, ERK, cosine decay to zero.
 `digits` is a 64 - 256 - 256 - 10 perceptron, 1,000 steps of 64 images;
-`fashion-mlp` is LeNet-300-100 on Fashion-MNIST, 10,000 steps of 64 images;
-momentum is SGD with 0.9 at a rate of 0.05. Names say sparsity and optimizer.
-FLOPs are those of training, relative to dense.
+`fashion-mlp` is LeNet-300-100 on Fashion-MNIST, 10,000 steps of 64 images
+(5,000 at 98 %); momentum is SGD with 0.9 at a rate of 0.05. Names say sparsity
+and optimizer. FLOPs are those of training, relative to dense.
 """
 DIFFERENCES = """
 Paired by seed with 95 % intervals, the sign turned where less is better; bold

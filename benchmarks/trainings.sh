@@ -43,11 +43,12 @@ one speeches-law $LAW --sparsity 0.5,0.75,0.875 --set width=16,32,64 --set steps
 one speeches-larger $LAW --sparsity 0.75 --set width=96 --set steps=1800
 one digits-90-adam --task digits $GROWING --sparsity 0.9 --seeds 20
 one digits-98-adam --task digits $GROWING --sparsity 0.98 --seeds 10
+one fashion-mlp-98-adam --task fashion-mlp --steps 5000 $GROWING --sparsity 0.98 --seeds 5
 
 # Further: some minutes to an hour of a core each.
 one speeches-scaled-law $SCALED --sparsity 0.5,0.75,0.875 --set width=12,24,48 --set steps=400,800,1600
 one speeches-scaled-larger $SCALED --sparsity 0.75 --set width=64 --set steps=2400
-one fashion-mlp-98-adam --task fashion-mlp --steps 5000 $GROWING --sparsity 0.98 --seeds 5
+SEED=5 one fashion-mlp-98-adam-5 --task fashion-mlp --steps 5000 $GROWING --sparsity 0.98 --seeds 10
 SEED=5 one digits-80-adam-5 --task digits $COLUMNS --seeds 15
 SEED=5 one fashion-mlp-90-adam-5 --task fashion-mlp $GROWING --sparsity 0.9 --seeds 5
 one speeches-80-adam $SPEECHES $COLUMNS --seeds 5
