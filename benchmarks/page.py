@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 import jax
 import numpy as np
 
+from jaxpruner.compare import run_folder
+
 RESULTS = pathlib.Path(__file__).parents[1] / "docs" / "results"
 
 
@@ -31,20 +33,56 @@ def _cpu() -> str:
     return platform.processor()
 
 
-def write(
-  name: str, title: str, sections: Sequence[str], seconds: float
-) -> None:
-  """Print the page and store it in docs/results."""
+def _here() -> str:
+  """Return the versions and the machine of this process."""
   versions = ", ".join(
     f"{package} {importlib.metadata.version(package)}"
     for package in ("jaxpruner", "jax", "numpy")
   )
+  return (
+    f"Python {platform.python_version()}, {versions}; "
+    f"{_cpu()}, {os.cpu_count()} cores, {jax.default_backend()}"
+  )
+
+
+def _there(runs: Sequence[run_folder.RunInfo]) -> str:
+  """Return the versions, the machines and the days of recorded runs."""
+  versions = {
+    f"Python {run.versions['python']}, "
+    + ", ".join(f"{k} {run.versions[k]}" for k in ("jaxpruner", "jax", "numpy"))
+    for run in runs
+  }
+  days = sorted(run.started[:10] for run in runs)
+  days = sorted({days[0], days[-1]})
+  machines = sorted({run.device for run in runs})
+  return (
+    f"trained {' to '.join(days)} with {' or '.join(sorted(versions))}; "
+    f"{' or '.join(machines)}"
+  )
+
+
+def write(
+  name: str,
+  title: str,
+  sections: Sequence[str],
+  seconds: float,
+  runs: Sequence[run_folder.RunInfo] = (),
+) -> None:
+  """Print the page and store it in docs/results.
+
+  Args:
+    name: of the script and of the page.
+    title: of the page.
+    sections: its text.
+    seconds: the time of the measurements.
+    runs: the recorded runs that the page is made of, which state when, where
+      and with what they were made; by default here and now.
+  """
   text = "\n\n".join(
     [
       f"# {title}",
       f"`python benchmarks/{name}.py` on {datetime.date.today()}, "
-      f"{seconds / 60:.1f} minutes; Python {platform.python_version()}, "
-      f"{versions}; {_cpu()}, {os.cpu_count()} cores, {jax.default_backend()}.",
+      f"{seconds / 60:.1f} minutes; {_there(runs) if runs else _here()}.",
       *sections,
     ]
   )

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import further_seeds
 import page
 
-from jaxpruner.compare import files, record_files, statistics
+from jaxpruner.compare import files, record_files, run_folder, statistics
 
 ALGORITHMS = ("static_sparse", "set", "rigl", "signal_rigl")
 NAMES = ("static", "SET", "RigL", "signal")
@@ -31,6 +31,7 @@ class Run(NamedTuple):
   Attributes:
     name: of its file.
     found: its records.
+    all_infos: of its runs: further seeds are runs of their own.
     values: algorithm -> the metric of each seed; more is better.
     costs: algorithm -> FLOPs of training, relative to dense.
     seconds: of all trainings.
@@ -38,6 +39,7 @@ class Run(NamedTuple):
 
   name: str
   found: record_files.Records
+  all_infos: list[run_folder.RunInfo]
   values: dict[str, list[float]]
   costs: dict[str, float]
   seconds: float
@@ -64,7 +66,8 @@ def published(folder: pathlib.Path) -> list[Run]:
       costs[record.algorithm] = record.training_flops / dense
     seconds = sum(r.seconds for one in files for r in one.records.values())
     if set(ALGORITHMS) <= set(values):
-      runs.append(Run(file.stem, found, values, costs, seconds))
+      infos = [one.info for one in files]
+      runs.append(Run(file.stem, found, infos, values, costs, seconds))
   return runs
 
 
@@ -165,9 +168,9 @@ before a mask update (which is also what moves a weight under Adam). Everything
 else is equal: start, batches, schedule (a mask update every 100 steps or a
 tenth of the training until 75 %), drop fraction 0.3, ERK, cosine decay to zero.
 `digits` is a 64 - 256 - 256 - 10 perceptron, 1,000 steps of 64 images;
-`fashion-mlp` is LeNet-300-100 on Fashion-MNIST, 10,000 steps of 64 images;
-momentum is SGD with 0.9 at a rate of 0.05. Names say sparsity and optimizer.
-FLOPs are those of training, relative to dense.
+`fashion-mlp` is LeNet-300-100 on Fashion-MNIST, 10,000 steps of 64 images
+(5,000 at 98 %); momentum is SGD with 0.9 at a rate of 0.05. Names say sparsity
+and optimizer. FLOPs are those of training, relative to dense.
 """
 DIFFERENCES = """
 Paired by seed with 95 % intervals, the sign turned where less is better; bold
@@ -199,6 +202,7 @@ def main() -> None:
       "for bit by `jaxpruner reproduce FILE CELL`.",
     ],
     seconds,
+    [info for run in runs for info in run.all_infos],
   )
 
 

@@ -30,8 +30,8 @@ PAPER="random,saliency,magnitude_ste,global_magnitude,static_sparse,set,rigl"
 COLUMNS="--algorithms magnitude,$PAPER,signal_rigl --sparsity 0.8"
 MOMENTUM="--optimizer momentum --set learning_rate=0.05"
 LAW="--task speeches:Speeches --algorithms magnitude --seeds 1"
-BRIEF="$LAW --set context=32 --set learning_rate=0.008"
-SPEECHES="--task speeches:Speeches --set width=32 --steps 600"
+SCALED="--task scaled_speeches:ScaledSpeeches --algorithms magnitude --seeds 1"
+SPEECHES="--task speeches:Speeches --set width=32 --set context=32 --set learning_rate=0.006 --steps 1600"
 SMALL="--task fashion --set width=8 --steps 600"
 
 # Published.
@@ -42,19 +42,20 @@ one fashion-mlp-90-momentum --task fashion-mlp $GROWING --sparsity 0.9 --seeds 5
 one speeches-law $LAW --sparsity 0.5,0.75,0.875 --set width=16,32,64 --set steps=300,600,1200
 one speeches-larger $LAW --sparsity 0.75 --set width=96 --set steps=1800
 one digits-90-adam --task digits $GROWING --sparsity 0.9 --seeds 20
+one digits-98-adam --task digits $GROWING --sparsity 0.98 --seeds 10
+one fashion-mlp-98-adam --task fashion-mlp --steps 5000 $GROWING --sparsity 0.98 --seeds 5
 
 # Further: some minutes to an hour of a core each.
-one digits-98-adam --task digits $GROWING --sparsity 0.98 --seeds 10
-one speeches-brief-law $BRIEF --sparsity 0.5,0.75,0.875 --set width=12,24,48 --set steps=400,800,1600
-one speeches-brief-larger $BRIEF --sparsity 0.75 --set width=64 --set steps=2400
-SEED=5 one fashion-mlp-90-adam-5 --task fashion-mlp $GROWING --sparsity 0.9 --seeds 5
+one speeches-scaled-law $SCALED --sparsity 0.5,0.75,0.875 --set width=12,24,48 --set steps=400,800,1600
+one speeches-scaled-larger $SCALED --sparsity 0.75 --set width=64 --set steps=2400
+SEED=5 one fashion-mlp-98-adam-5 --task fashion-mlp --steps 5000 $GROWING --sparsity 0.98 --seeds 10
 SEED=5 one digits-80-adam-5 --task digits $COLUMNS --seeds 15
-one speeches-80-adam $SPEECHES $COLUMNS --seeds 3
-one fashion-80-adam $SMALL $COLUMNS --seeds 4
-one fashion-mlp-98-adam --task fashion-mlp --steps 5000 $GROWING --sparsity 0.98 --seeds 5
+SEED=5 one fashion-mlp-90-adam-5 --task fashion-mlp $GROWING --sparsity 0.9 --seeds 5
+one speeches-80-adam $SPEECHES $COLUMNS --seeds 5
+SEED=5 one fashion-mlp-80-adam-5 --task fashion-mlp $COLUMNS --seeds 5
 one digits-90-momentum --task digits $GROWING --sparsity 0.9 --seeds 10 $MOMENTUM
 one digits-90-adamw --task digits $GROWING --sparsity 0.9 --seeds 10 --optimizer adamw
-SEED=5 one fashion-mlp-80-adam-5 --task fashion-mlp $COLUMNS --seeds 5
+one fashion-80-adam $SMALL $COLUMNS --seeds 5
 SEED=5 one fashion-mlp-90-momentum-5 --task fashion-mlp $GROWING --sparsity 0.9 --seeds 5 $MOMENTUM
 
 # To the plateau: hours. cifar10 and dqn-minatar at their own lengths.
@@ -62,4 +63,4 @@ one cifar10-80-adam --task cifar10 $COLUMNS --seeds 3
 one cifar10-vit-80-adam --task cifar10-vit $COLUMNS --seeds 3
 one sotu-80-adam --task sotu $COLUMNS --seeds 3
 one fed-fashion-80-adam --task fed-fashion $COLUMNS --seeds 3
-one dqn-minatar-80-adam --task dqn-minatar $COLUMNS --seeds 5
+one dqn-minatar-98-adam --task dqn-minatar --algorithms magnitude,$PAPER,signal_rigl --sparsity 0.98 --seeds 5

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from jaxpruner.compare import record_files
+
 SCRIPTS = pathlib.Path(__file__).parents[1] / "benchmarks"
 
 
@@ -178,8 +180,38 @@ def test_every_page_of_results_says_where_it_comes_from(script):
   found = cited.sources()
   index = (cited.page.RESULTS / "index.md").read_text()
   assert [s.name for s in found if f"]({s.name}.md)" not in index] == []
-  files = (cited.page.RESULTS / "records").glob("*.jsonl")
-  assert [f.name for f in files if f"records/{f.name}" not in index] == []
+  made = cited.records(cited.page.RESULTS / "records")
+  assert made in index, "run python benchmarks/cited.py"
+
+
+def test_the_table_of_sources_reads_machine_and_time(script, tmp_path):
+  cited = script("cited")
+  page = tmp_path / "a.md"
+  head = "# A\n\n`python benchmarks/a.py` on 2026-01-31, 1.5 minutes; {}, jax"
+  page.write_text(head.format("Python 3.11") + " 0.10.2; AMD EPYC, 2 cores.\n")
+  found = cited.source(page)
+  assert (found.machine, found.minutes) == ("AMD EPYC, 2 cores", "1.5")
+  page.write_text(
+    "# A\n\n| command | `jaxpruner compare` |\n| date | 2026-01-31 |\n"
+    "| device | CPU, 4 cores, x86_64 |\n| time taken | 21 minutes |\n"
+  )
+  found = cited.source(page)
+  assert (found.machine, found.minutes) == ("CPU, 4 cores", "21")
+  page.write_text("# A\n\n`jaxpruner compare` on 2026-01-31\n")
+  assert cited.source(page)[-4:-2] == ("", "")
+
+
+def test_a_page_of_records_states_where_they_were_trained(script, published):
+  page = script("page")
+  files = ("speeches-law", "digits-98-adam")
+  infos = [
+    record_files.read(str(published / "records" / f"{name}.jsonl")).info
+    for name in files
+  ]
+  page.write("a", "A", ["text"], 90, infos)
+  text = (published / "a.md").read_text()
+  assert "1.5 minutes; trained 2026-11-18 with Python 3.11.7" in text
+  assert "jax 0.10.2" in text and "cpu, 2 cores, x86_64." in text
 
 
 def test_the_page_of_rewiring_is_made_of_the_records(

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from jaxpruner import cli, scaling
-from jaxpruner.compare import files, run_folder
+from jaxpruner.compare import files, fit_command, run_folder
 from jaxpruner.compare.cells import Cell
 from jaxpruner.compare.records import Record
 
@@ -15,7 +15,9 @@ TRUTH = scaling.JointLaw(2.0, 0.7, 4.0, 0.25, 1e3, 0.3, 0.7)
 SIZES = {16: 10_000, 32: 40_000, 64: 160_000, 128: 640_000}
 
 
-def write_run(path, widths=(16, 32, 64), steps=(100, 400, 1600), **info):
+def write_run(
+  path, widths=(16, 32, 64), steps=(100, 400, 1600), other="set", **info
+):
   """A run folder as `compare` leaves it, with the losses of a known law."""
   path.mkdir()
   cells = []
@@ -24,7 +26,7 @@ def write_run(path, widths=(16, 32, 64), steps=(100, 400, 1600), **info):
     cells.append(Cell("dense", 0.0, options=options))
     for sparsity in (0.5, 0.75, 0.9):
       cells.append(Cell("magnitude", sparsity, options=options))
-      cells.append(Cell("set", sparsity, options=options))
+      cells.append(Cell(other, sparsity, options=options))
   entries = [[*cell, "", 0, "a group"] for cell in cells]
   stored = run_folder.RunInfo(
     settings={},
@@ -96,6 +98,32 @@ def test_rows_of_the_other_algorithm_are_another_law(tmp_path, capsys):
   other = capsys.readouterr().out
   assert cli.main(argv) == 0
   assert capsys.readouterr().out != other
+
+
+def test_the_average_law_counts_weights_over_the_schedule(tmp_path, capsys):
+  write_run(tmp_path / "a", steps=(100, 400, 1600))
+  found = fit_command.trainings(str(tmp_path / "a"), "magnitude")
+  for training in found:
+    dense = training.weights / (1 - training.sparsity)
+    mean = scaling.average_weights(dense, training.sparsity)
+    # Masks are held between updates.
+    assert training.average == pytest.approx(mean, rel=0.1)
+    assert training.weights <= training.average <= dense
+  constant = fit_command.trainings(str(tmp_path / "a"), "set")
+  assert all(t.average == t.weights for t in constant)
+  argv = ["fit", str(tmp_path / "a"), "--resamples", "0", "--law", "average"]
+  assert cli.main([*argv, "--hold-out", "width=64"]) == 0
+  shown = capsys.readouterr().out
+  assert "loss = a_n N^-b_n + (a_d/D)^b_d + c, fitted to 24 trainings" in shown
+  assert shown.count("predicted") == 12 and "best sparsity" not in shown
+
+
+def test_the_average_law_refuses_what_trains_more_than_once(tmp_path, capsys):
+  write_run(tmp_path / "a", other="imp")
+  argv = ["fit", str(tmp_path / "a"), "--algorithm", "imp", "--resamples", "0"]
+  assert cli.main(argv) == 0
+  assert cli.main([*argv, "--law", "average"]) == 2
+  assert "imp@0.5+steps=100,width=16: it is not" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from jaxpruner import scaling
+from jaxpruner.scaling import fitting
 
 HERE = pathlib.Path(__file__).parent
 
@@ -116,6 +117,17 @@ def test_a_known_law_is_found_again():
   assert found.error < 1e-5
   value = found.predict(0.95, 1e9, 1e11).loss
   assert value == pytest.approx(TRUTH.loss(0.95, 1e9, 1e11), rel=1e-3)
+
+
+@pytest.mark.parametrize("law", fitting._FORMS)
+def test_the_slopes_of_a_law_are_those_of_differences(law):
+  form, rng, step = fitting._FORMS[law], np.random.default_rng(0), 1e-6
+  columns = rng.normal(size=(3, 20))
+  for theta in rng.uniform(-2, 1, (5, form.number)):
+    _, slopes = form.terms(theta, *columns)
+    for slope, move in zip(slopes, np.eye(form.number), strict=True):
+      up, down = (form.loss(theta + s * move, *columns) for s in (step, -step))
+      np.testing.assert_allclose(slope, (up - down) / 2 / step, rtol=1e-5)
 
 
 def test_intervals_hold_the_truth_and_shrink_with_the_noise():

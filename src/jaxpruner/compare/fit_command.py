@@ -1,13 +1,20 @@
 """`jaxpruner fit`: a law of scale from the run folders of comparisons."""
 
 import argparse
+import math
 import pathlib
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxpruner import scaling
-from jaxpruner.compare import files, record_files, run_folder, spelling
+from jaxpruner import api, scaling
+from jaxpruner.compare import (
+  files,
+  groups,
+  record_files,
+  run_folder,
+  spelling,
+)
 from jaxpruner.compare.cells import Cell
 from jaxpruner.compare.records import Record
 
@@ -27,6 +34,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     help="whose rows are fitted, with the dense ones (default: magnitude)",
   )
   parser.add_argument(
+    "--law",
+    choices=("joint", "average"),
+    default="joint",
+    help="joint: by sparsity and the weights at the end; average: by the "
+    "weights averaged over training (default: joint)",
+  )
+  parser.add_argument(
     "--hold-out",
     metavar="TEXT",
     help="predict the trainings whose run, options or sparsity contain this "
@@ -39,13 +53,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 class Training(NamedTuple):
-  """A finished training of a run, as a point of a law."""
+  """A finished training of a run, as a point of a law.
+
+  Attributes:
+    name: of its cell.
+    sparsity: the fraction removed at the end.
+    weights: how many are not zero at the end.
+    data: the number of examples.
+    loss: the metric.
+    average: the weights averaged over training; NaN if that is not known.
+  """
 
   name: str
   sparsity: float
   weights: float
   data: float
   loss: float
+  average: float = math.nan
 
 
 def trainings(path: str, algorithm: str) -> list[Training]:
@@ -108,9 +132,37 @@ def _training(
     raise files.RunFolderError(f"{cell.id}: {info.metric} is not finite")
   removed = [x for x in record.realised if x is not None]
   sparse = float(np.mean(removed)) if removed and record.prunable else 0.0
+  kept = _kept_on_average(cell, int(options["steps"]), sparse)
   return Training(
-    cell.id, sparse, size * (1 - sparse), data, float(np.mean(numbers))
+    cell.id,
+    sparse,
+    size * (1 - sparse),
+    data,
+    float(np.mean(numbers)),
+    size * kept,
   )
+
+
+def _kept_on_average(cell: Cell, steps: int, sparsity: float) -> float:
+  """Return the share of weights that training used, averaged over its steps.
+
+  It follows the schedule of the algorithm. NaN for algorithms that train more
+  than once, or prune when training is over.
+  """
+  order = groups.group(cell.algorithm).order
+  if not sparsity or order in groups.SPARSE_FROM_THE_START:
+    return 1 - sparsity
+  if order != groups.DENSE_TO_SPARSE or groups.costs_of(cell).trainings > 1:
+    return math.nan
+  name, options = spelling.algorithm_of(cell.algorithm)
+  for key in spelling.OURS:
+    options.pop(key, None)
+  config = {"algorithm": name, "sparsity": sparsity, "total_steps": steps}
+  schedule = api.create_updater_from_config(config | options).scheduler
+  step = np.arange(steps)
+  wanted = np.asarray(schedule.get_sparsity_at_step(sparsity, step))
+  removed = np.where(schedule.is_mask_update_iter(step), wanted, 0)
+  return 1 - float(np.maximum.accumulate(removed).mean())
 
 
 def run(args: argparse.Namespace) -> int:
@@ -133,8 +185,9 @@ def run(args: argparse.Namespace) -> int:
         f"--hold-out {args.hold_out!r}: no training has it; there are "
         + ", ".join(sorted({t.name for t in inside}))[:300]
       )
-    columns = zip(*(t[1:] for t in inside), strict=True) if inside else [()] * 4
-    fit = scaling.fit(scaling.Points(*columns), resamples=args.resamples)
+    if args.law == "average":
+      _check_averages(inside + outside)
+    fit = fitted(inside, args.law, args.resamples)
     print("\n".join(describe(fit, inside, outside)))
     if args.plot:
       draw(fit, inside, outside, pathlib.Path(args.plot))
@@ -144,12 +197,60 @@ def run(args: argparse.Namespace) -> int:
   return 0
 
 
+def _check_averages(points: list[Training]) -> None:
+  for training in points:
+    if math.isnan(training.average):
+      raise ValueError(
+        f"{training.name}: it is not known how many weights it had at each "
+        "step of one training, as the average law needs; use --law joint"
+      )
+
+
+def fitted(
+  inside: list[Training], law: str = "joint", resamples: int = 200
+) -> scaling.Fit:
+  """Return the law of some trainings.
+
+  Args:
+    inside: the trainings.
+    law: "joint" or "average".
+    resamples: for the intervals.
+
+  Returns:
+    The fit.
+  """
+  columns = zip(*(t[1:] for t in inside), strict=True) if inside else [()] * 5
+  return scaling.fit(scaling.Points(*columns), law, resamples=resamples)
+
+
+def _place(law: scaling.JointLaw | scaling.AverageLaw, training: Training):
+  """Return the sparsity, weights and data where a law has a training."""
+  average = isinstance(law, scaling.AverageLaw)
+  weights = training.average if average else training.weights
+  return training.sparsity, weights, training.data
+
+
+def predicted(fit: scaling.Fit, training: Training) -> scaling.Prediction:
+  """Return the loss that a fitted law predicts for a training.
+
+  Args:
+    fit: the law.
+    training: the training.
+
+  Returns:
+    The prediction.
+  """
+  return fit.predict(*_place(fit.law, training))
+
+
 def describe(
   fit: scaling.Fit, inside: list[Training], outside: list[Training]
 ) -> list[str]:
   """Return the lines that `jaxpruner fit` prints."""
+  joint = isinstance(fit.law, scaling.JointLaw)
+  factor = "(a_s (1-S)^b_s + c_s)" if joint else "a_n"
   lines = [
-    f"loss = (a_s (1-S)^b_s + c_s) N^-b_n + (a_d/D)^b_d + c, fitted to "
+    f"loss = {factor} N^-b_n + (a_d/D)^b_d + c, fitted to "
     f"{len(inside)} trainings",
     f"error {fit.error:.2%} of the loss; {fit.agreed} of {fit.starts} starts "
     "found this optimum",
@@ -162,7 +263,7 @@ def describe(
     lines += ["", "held out:"]
   for training in outside:
     name = files.printable(training.name)
-    new = fit.predict(*training[1:4])
+    new = predicted(fit, training)
     gap = new.loss / training.loss - 1
     lines.append(
       f"  {name}: predicted {new.loss:.4f} [{new.low:.4f}, "
@@ -206,8 +307,8 @@ def draw(
     groups = (("fitted", inside, "o"), ("held out", outside, "D"))
     for label, group, mark in groups:
       if group:
-        predicted = [law(*t[1:4]) for t in group]
-        left.plot(predicted, [t.loss for t in group], mark, label=label)
+        found = [law(*_place(fit.law, t)) for t in group]
+        left.plot(found, [t.loss for t in group], mark, label=label)
     ends = [min(t.loss for t in inside), max(t.loss for t in inside)]
     left.plot(ends, ends, "--", color="gray")
     left.set(xlabel="predicted loss", ylabel="measured loss")
@@ -221,14 +322,15 @@ def draw(
       ]
       if not near:
         continue
-      sizes = [t.weights for t in near]
+      sizes = [_place(fit.law, t)[1] for t in near]
       grid = np.geomspace(min(sizes), max(sizes))
       curve = law(sparsity, grid, most)
       (line,) = right.plot(grid, curve, label=f"{sparsity:.1%}")
       right.plot(sizes, [t.loss for t in near], "o", color=line.get_color())
     right.set(
       xscale="log",
-      xlabel="non-zero weights",
+      xlabel="non-zero weights"
+      + ("" if isinstance(fit.law, scaling.JointLaw) else ", on average"),
       ylabel="loss",
       title=f"{most:,.0f} examples",
     )

@@ -42,6 +42,11 @@ class Group(NamedTuple):
   title: str
 
 
+# Orders of groups.
+DENSE_TO_SPARSE = 1
+SPARSE_FROM_THE_START = (2, 3, 4)
+
+
 def group(algorithm: str) -> Group:
   """Return the group that an algorithm is listed in.
 
@@ -71,7 +76,9 @@ def group(algorithm: str) -> Group:
     return Group(3, "Sparse to sparse, static: sparse cost from the start")
   if category.when == "before":
     return Group(2, "Pruned before training")
-  return Group(1, "Dense to sparse: training starts at the dense cost")
+  return Group(
+    DENSE_TO_SPARSE, "Dense to sparse: training starts at the dense cost"
+  )
 
 
 def fitting_algorithms() -> list[str]:

@@ -143,19 +143,39 @@ class _Form(NamedTuple):
     a_s, b_s, c_s = first
     return JointLaw(a_s * scale, b_s, c_s * scale, b_n, a_d, b_d, c)
 
-  def loss(
+  def terms(
     self,
     theta: np.ndarray,
     kept: np.ndarray,
     weights: np.ndarray,
     data: np.ndarray,
-  ) -> np.ndarray:
-    """Return the losses, given logarithms of density, weights and data."""
+  ) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Return the terms of the losses, and the slope of each coefficient.
+
+    Args:
+      theta: the logarithms of the coefficients.
+      kept: the logarithm of the density.
+      weights: that of the weights.
+      data: that of the data.
+
+    Returns:
+      The terms, whose sum is the loss, and its derivatives by `theta`.
+    """
     *first, b_n, a_d, b_d, c = np.exp(theta)
-    factor = first[0]
+    of_weights = [first[0] * np.exp(-b_n * weights)]
+    slopes = [of_weights[0]]
     if self.law is JointLaw:
-      factor = first[0] * np.exp(first[1] * kept) + first[2]
-    return factor * np.exp(-b_n * weights) + a_d * np.exp(-b_d * data) + c
+      of_weights[0] = of_weights[0] * np.exp(first[1] * kept)
+      of_weights.append(first[2] * np.exp(-b_n * weights))
+      slopes = [of_weights[0], of_weights[0] * first[1] * kept, of_weights[1]]
+    of_data, rest = a_d * np.exp(-b_d * data), np.full_like(data, c)
+    slopes += [sum(of_weights) * -b_n * weights]
+    slopes += [of_data, of_data * -b_d * data, rest]
+    return [*of_weights, of_data, rest], slopes
+
+  def loss(self, theta: np.ndarray, *columns: np.ndarray) -> np.ndarray:
+    """Return the losses; the arguments are those of `terms`."""
+    return np.sum(self.terms(theta, *columns)[0], axis=0)
 
 
 _FORMS = {"joint": _Form(JointLaw, 7), "average": _Form(AverageLaw, 5)}
@@ -226,8 +246,21 @@ def fit(
       # Far from a solution exponentials overflow: a bad place, not an error.
       return np.nan_to_num(found - measured, nan=1e9, posinf=1e9, neginf=-1e9)
 
+    def slopes(theta):
+      with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
+        terms, found = form.terms(theta, *columns[:3])
+        found = np.stack(found, axis=1)
+        if logarithm:
+          found = found / np.sum(terms, axis=0)[:, None]
+      return np.nan_to_num(found, nan=0.0, posinf=1e9, neginf=-1e9)
+
     return optimize.least_squares(
-      residuals, theta, loss="huber", f_scale=delta, max_nfev=2000
+      residuals,
+      theta,
+      slopes,  # pyright: ignore[reportArgumentType]: SciPy has no types
+      loss="huber",
+      f_scale=delta,
+      max_nfev=2000,
     )
 
   random_start = lambda: rng.uniform(-3, 1, form.number)
