@@ -102,6 +102,17 @@ MODELS: dict[str, tuple[Callable[..., Any], tuple[int, ...]]] = {
 }
 
 
+def product(o: Any, x: Any) -> Any:
+  """A single product, for `rivals.py`."""
+  return o.matmul(x, "w")
+
+
+# What a rival's process may be asked for.
+LAYERS: dict[str, Callable[..., Any]] = {
+  "product": product, **{name: model for name, (model, _) in MODELS.items()}
+}  # fmt: skip
+
+
 class Onnx:
   """Writes a model as an ONNX file.
 
@@ -115,15 +126,11 @@ class Onnx:
     self.constants: list[Any] = []
     self.shapes: dict[str, tuple[int, ...]] = {}
 
-  def save(
-    self, model: Callable[..., Any], shape: tuple[int, ...], path: str
-  ) -> None:
-    """Write the model for inputs of one shape."""
+  def content(self, model: Callable[..., Any], shape: tuple[int, ...]) -> bytes:
+    """Return the file of the model for inputs of one shape, NCHW."""
     import onnx
     from onnx import TensorProto, helper
 
-    if len(shape) == 4:
-      shape = tuple(shape[d] for d in (0, 3, 1, 2))
     self.shapes["x"] = shape
     y = model(self, "x")
     kind = TensorProto.FLOAT
@@ -138,7 +145,7 @@ class Onnx:
       graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8
     )
     onnx.checker.check_model(made)
-    onnx.save(made, path)
+    return made.SerializeToString()
 
   def _node(
     self, kind: str, *inputs: str, shape: Any = None, **attributes: Any
@@ -170,11 +177,14 @@ class Onnx:
       pads=[size // 2] * 4,
     )  # fmt: skip
 
+  def matmul(self, x, name):
+    w = self.weights[name]
+    shape = (*self.shapes[x][:-1], w.shape[-1])
+    return self._node("MatMul", x, self._constant(w), shape=shape)
+
   def dense(self, x, name, out):
-    y = self._node(
-      "MatMul", x, self._constant(self.weights[name]),
-      shape=(*self.shapes[x][:-1], out),
-    )  # fmt: skip
+    del out  # that of the weight
+    y = self.matmul(x, name)
     return self.add(y, self._constant(self.weights[f"{name}/bias"]))
 
   def relu(self, x):

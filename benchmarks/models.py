@@ -10,10 +10,10 @@ speed is looked at, which depends on how many are left and not on which. First
 convolutions, depthwise ones and biases stay dense. Each row has a process of
 its own, bound to its cores. In it the jitted dense model, the accelerated one
 and the rivals take turns, after their outputs were compared. Rivals run in
-processes of their own by the interpreter PYTHON, with `onnx` and one or both of
-`onnxruntime` and `deepsparse`; they get the same model from `model_zoo.py`, the
-dense ones with its zeros. Rows replace those of `docs/results/models.json`; the
-page is made of all of them.
+processes of their own (`rival.py`) by the interpreter PYTHON, with `onnx` and
+one or both of `onnxruntime` and `deepsparse`; they get the same model from
+`model_zoo.py`, the dense ones with its zeros. Rows replace those of
+`docs/results/models.json`; the page is made of all of them.
 """
 
 import argparse
@@ -35,12 +35,15 @@ import jax.numpy as jnp
 import model_zoo
 import numpy as np
 import page
+import rival
 
 from jaxpruner import sparse
 
 SPARSITIES = (0.8, 0.9)
 CORES = (1, 2)
 RIVALS = ("onnxruntime", "deepsparse")
+# Turns that each takes.
+SPELLS = 5
 
 
 class Jax:
@@ -161,74 +164,37 @@ MODELS = model_zoo.MODELS | {
 }
 
 
-class Rivals:
-  """A rival's process.
-
-  Args:
-    python: its interpreter.
-    rival: its name.
-    model: the name of the model.
-    cores: how many threads.
-    folder: where the weights are, and for its files.
-  """
-
-  def __init__(self, python, rival, model, cores, folder):
-    script = pathlib.Path(__file__).with_name("rival_models.py")
-    log = folder / f"{rival}.log"
-    self._process = subprocess.Popen(
-      [
-        python, str(script), model, str(folder / "weights.npz"), str(folder),
-        str(cores), rival,
-      ],
-      stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-      stderr=log.open("w"), text=True,
-    )  # fmt: skip
-    self.ready = self._answer() == "ready"
-    if not self.ready:
-      print(f"{rival} on {model}: {log.read_text()[-500:]}", file=sys.stderr)
-
-  def _answer(self) -> str:
-    assert self._process.stdout is not None
-    return self._process.stdout.readline().strip()
-
-  def seconds(self) -> float:
-    """Run the model once."""
-    assert self._process.stdin is not None
-    print(file=self._process.stdin, flush=True)
-    return float(self._answer())
-
-  def close(self) -> None:
-    """End the process."""
-    assert self._process.stdin is not None
-    self._process.stdin.close()
-    self._process.wait()
-
-
 @contextlib.contextmanager
 def started(
   python: str | None, name: str, weights: Any, x: np.ndarray, cores: int
-) -> Iterator[tuple[dict[str, Rivals], pathlib.Path]]:
-  """Start the rivals that can run the model, if there is an interpreter."""
-  with tempfile.TemporaryDirectory() as place:
-    folder = pathlib.Path(place)
-    running: dict[str, Rivals] = {}
-    if python:
-      np.savez(folder / "weights.npz", x=x, **weights)
-      running = {
-        rival: Rivals(python, rival, name, cores, folder) for rival in RIVALS
-      }
-    try:
-      yield {n: r for n, r in running.items() if r.ready}, folder
-    finally:
-      for rival in running.values():
-        rival.close()
+) -> Iterator[tuple[dict[str, rival.Rival], dict[str, np.ndarray]]]:
+  """Start the rivals that can run the model, and return their outputs."""
+  running: dict[str, rival.Rival] = {}
+  outputs: dict[str, np.ndarray] = {}
+  with contextlib.ExitStack() as stack:
+    folder = stack.enter_context(tempfile.TemporaryDirectory())
+    file = pathlib.Path(folder, "weights.npz")
+    np.savez(file, **weights)
+    for other in RIVALS if python else ():
+      started = stack.enter_context(rival.Rival(str(python), other, cores))
+      y = started.load(name, file, x)
+      if y is not None:
+        running[other], outputs[other] = started, y
+    yield running, outputs
 
 
-def timed(run: Callable[[], Any]) -> tuple[float, float]:
-  """Return wall and processor seconds of one run."""
-  start, worked = time.perf_counter(), time.process_time()
-  jax.block_until_ready(run())
-  return time.perf_counter() - start, time.process_time() - worked
+def spell(run: Callable[[], Any], least: float) -> list[tuple[float, float]]:
+  """Return wall and processor seconds of each run during a while."""
+  for _ in range(rival.WARM):
+    jax.block_until_ready(run())
+  taken = []
+  end = time.perf_counter() + least
+  while not taken or time.perf_counter() < end:
+    start, worked = time.perf_counter(), time.process_time()
+    jax.block_until_ready(run())
+    worked = time.process_time() - worked
+    taken.append((time.perf_counter() - start, worked))
+  return taken
 
 
 def check(name: str, got: np.ndarray, want: np.ndarray) -> float:
@@ -260,16 +226,15 @@ def measure(
   error = check("ours", np.asarray(fast(x)), want)
   extern = name in model_zoo.MODELS
   arguments = name, drawn.weights, np.asarray(x), cores
-  with started(python if extern else None, *arguments) as (rivals, folder):
-    others: dict[str, list[float]] = {rival: [] for rival in rivals}
-    for r in others:
-      check(r, np.load(folder / f"{r}.npy").reshape(want.shape), want)
-    start = time.perf_counter()
-    while time.perf_counter() - start < least or len(taken["ours"]) < 5:
+  with started(python if extern else None, *arguments) as (rivals, outputs):
+    others: dict[str, list[float]] = {other: [] for other in rivals}
+    for r, y in outputs.items():
+      check(r, y.reshape(want.shape), want)
+    for _ in range(SPELLS):
       for n, run in runs.items():
-        taken[n].append(timed(run))
+        taken[n] += spell(run, least / SPELLS)
       for r, seconds in others.items():
-        seconds.append(rivals[r].seconds())
+        seconds += rivals[r].spell(least / SPELLS)
   dense_kept = [l for l in report.layers if l.format == "dense"]
   return {
     "model": name, "sparsity": sparsity, "cores": cores,
@@ -332,8 +297,9 @@ def sections(rows: list[dict[str, Any]]) -> list[str]:
   if missing:
     listed += f"\n\nNot measured yet: {missing}."
   return [
-    "Medians, in turns, each row in a process bound to its cores; ONNX Runtime "
-    "runs the dense model, DeepSparse the sparse one. Above 1 is faster than "
+    "Medians of the runs of five turns, each row in a process bound to its "
+    "cores; ONNX Runtime runs the dense model, DeepSparse the sparse one, and "
+    "both are stopped while it is not their turn. Above 1 is faster than "
     "the other. Weights are random and pruned at random, layer by layer. On "
     "one core a wall time far above the CPU time tells of other work on the "
     "machine: then the ratio of CPU times is the better one, and the rivals', "
@@ -357,7 +323,9 @@ def main() -> None:
   parser.add_argument("--sparsities", nargs="+", type=float, default=SPARSITIES)
   parser.add_argument("--rivals", metavar="PYTHON")
   parser.add_argument("--quick", action="store_true", help="writes nothing")
-  parser.add_argument("--seconds", type=float, default=3.0, help="per row")
+  parser.add_argument(
+    "--seconds", type=float, default=1.5, help="for each, in a row"
+  )
   parser.add_argument("--row", help=argparse.SUPPRESS)
   options = parser.parse_args()
   if options.row:

@@ -38,6 +38,8 @@ CALL = 5e-6
 SPELLS = 8
 # Seconds that a measurement takes at least, if its budget has them.
 LEAST = 0.05
+# Runs of a turn, and seconds after which it begins no other.
+BURST, LONG = 4, 2e-3
 _MAX_CACHE = 1 << 26  # bytes of a file of timings that are read
 # Bytes of the last cache where nothing is known of it, and at most; copies of
 # a weight that are timed.
@@ -49,8 +51,10 @@ def measure(
 ) -> dict[str, float]:
   """Return the seconds that each thunk takes without disturbance.
 
-  The thunks run interleaved, so that a short slowdown of the machine affects
-  all of them. Where the choice is a close one, they run three times as long.
+  The thunks take turns, so that a short slowdown of the machine affects all of
+  them. In its turn a thunk runs a few times and the best run counts: the first
+  one finds the caches of another and threads that sleep. Where the choice is a
+  close one, they run three times as long.
   """
   for thunk in thunks.values():
     jax.block_until_ready(thunk())
@@ -66,7 +70,15 @@ def measure(
         return times
     turns += 1
     for name, thunk in thunks.items():
-      runs[name].append(_seconds(thunk))
+      runs[name].append(_turn(thunk))
+
+
+def _turn(thunk: Callable[[], Any]) -> float:
+  """Return the seconds of the best run of a turn."""
+  taken = [_seconds(thunk)]
+  while len(taken) < BURST and sum(taken) < LONG:
+    taken.append(_seconds(thunk))
+  return min(taken)
 
 
 def _seconds(thunk: Callable[[], Any]) -> float:

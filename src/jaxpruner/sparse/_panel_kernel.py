@@ -20,6 +20,10 @@ DTYPES = ("float32", "bfloat16")
 FEW, MANY = 4, 6
 PARTS = 4 if _simd.WIDTH == 16 else 2
 STRIP = PARTS * _simd.WIDTH
+# Eight rows at once read the weights once, half a strip at a time. Without 32
+# registers they are twice four.
+EIGHT = 8 if _simd.WIDTH == 16 else FEW
+HALF = PARTS * FEW // EIGHT
 # Weights × groups of rows below which a second thread costs more than it
 # brings.
 GRAIN = 200_000
@@ -32,6 +36,9 @@ _few, _few_half = (
 )
 _many, _many_half = (
   _simd_panel.multiply(MANY, PARTS, half) for half in (False, True)
+)
+_eight, _eight_half = (
+  _simd_panel.multiply(EIGHT, HALF, half) for half in (False, True)
 )
 
 (X, VALUES, Y, BATCH, DEPTH, COLS, PANELS, STEP, SIZE, FIELDS) = range(
@@ -47,16 +54,19 @@ def scratch_size(batch: int, rows: int, cols: int) -> int:
 
 @jit
 def _rows(job, x, last, values, out):
-  """Multiply up to `MANY` batch rows by a panel."""
+  """Multiply up to `EIGHT` batch rows by a panel."""
   depth, size = field(job, DEPTH), field(job, SIZE)
-  for start in range(0, PANEL, STRIP):
+  strip = STRIP if last < MANY else HALF * _simd.WIDTH
+  for start in range(0, PANEL, strip):
     args = (x, 4 * depth, last, values + size * start, depth, out + 4 * start)
     if last == 0:
       _one_half(*args) if size == 2 else _one(*args)
     elif last < FEW:
       _few_half(*args) if size == 2 else _few(*args)
-    else:
+    elif last < MANY:
       _many_half(*args) if size == 2 else _many(*args)
+    else:
+      _eight_half(*args) if size == 2 else _eight(*args)
 
 
 @jit
@@ -67,8 +77,8 @@ def _panel(job, panel, out):
   row = 0
   while row < batch:
     rest = batch - row
-    # Eight rows are twice four, not six and two.
-    rows = min(rest, FEW if rest in (7, 8) else MANY)
+    # Seven and eight rows are not six and the rest.
+    rows = min(rest, EIGHT if rest in (7, 8) else MANY)
     _rows(job, field(job, X) + 4 * row * depth, rows - 1, values, out)
     for r in range(rows):
       target = field(job, Y) + 4 * ((row + r) * cols + panel * PANEL)
@@ -83,7 +93,7 @@ def _work(job):
   index = _pool.atomic_add(job + 8 * _pool.NEXT, 1)
   if index >= tasks:
     return
-  out = _pool.malloc(4 * MANY * PANEL)
+  out = _pool.malloc(4 * max(EIGHT, MANY) * PANEL)
   while index < tasks:
     last = min(field(job, PANELS), (index + 1) * step)
     for panel in range(index * step, last):
