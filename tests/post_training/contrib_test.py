@@ -278,6 +278,12 @@ def test_equal_blocks_are_compiled_once(monkeypatch):
     )
     found.append(len(pieces))
   assert found[0] == found[1] == 3
+  # Nor does a call with another sparsity compile any of them again.
+  before = set(pieces)
+  contrib.prune_blocks(
+    net, net_params(4), BATCHES, filter_fn=inner, sparsity=0.75, epochs=0
+  )
+  assert pieces == before
 
 
 @pytest.mark.parametrize(

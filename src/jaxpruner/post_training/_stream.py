@@ -6,7 +6,9 @@ statistics of all batches are complete, the weights there can be replaced, and
 the next piece already runs with the new ones: one forward pass in all.
 """
 
+import collections
 import functools
+import hashlib
 import math
 import pathlib
 import tempfile
@@ -20,6 +22,12 @@ import numpy as np
 from jaxpruner import program
 from jaxpruner.post_training._graph import Graph, Norm, Part, Site
 from jaxpruner.program import Node, Program, Var
+
+# Pieces by what they compute: equal layers, and calls with other sparsities,
+# share one compilation. A piece that is kept keeps what its description names.
+_compiled: collections.OrderedDict[bytes, Callable[..., Any]]
+_compiled = collections.OrderedDict()
+_MOST_COMPILED = 64
 
 
 class Cut(NamedTuple):
@@ -91,8 +99,6 @@ class Stream:
     gram: whether sums of x xᵀ are wanted, besides those of x and x².
     place: puts an array on its devices, spread over the data axis if the
       second argument says so.
-    compiled: pieces that are compiled already; new ones are added, so that
-      streams of equal functions share them.
   """
 
   def __init__(
@@ -102,11 +108,9 @@ class Stream:
     cuts: Sequence[Cut],
     gram: bool,
     place: Callable[[Any, bool], Any],
-    compiled: dict[str, Callable[..., Any]],
   ):
     self._graph, self.leaves, self._cuts = graph, leaves, list(cuts)
     self._gram, self._place = gram, place
-    self._compiled = compiled
     self._needed = self._liveness()
 
   def _sites(self, cut: Cut) -> list[Site | Norm]:
@@ -254,12 +258,16 @@ class Stream:
       ("norm", p.axis) if isinstance(p, Norm) else (p.kind, p.layout)
       for p in sites
     ]
-    # Layers of one shape share one compilation.
-    key = repr((piece.signature(), lay, len(before), self._gram))
-    if key not in self._compiled:
+    described = repr((piece.signature(), lay, len(before), self._gram))
+    key = hashlib.sha256(described.encode()).digest()
+    step = _compiled.pop(key, None)
+    if step is None:
       step = functools.partial(_step, piece, sites, self._gram)
-      self._compiled[key] = jax.jit(step, donate_argnums=3)
-    return self._compiled[key]
+      step = jax.jit(step, donate_argnums=3)
+    _compiled[key] = step  # the last used last
+    if len(_compiled) > _MOST_COMPILED:
+      _compiled.popitem(last=False)
+    return step
 
 
 def _step(piece: Program, sites, gram: bool, live, held, means, sums):

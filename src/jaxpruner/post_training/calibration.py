@@ -76,8 +76,6 @@ class Model:
     self.names = [named[i][0] for i in self.places]
     self.leaves = [self._all[i] for i in self.places]
     self._mesh, self._axis = mesh, data_axis
-    # Pieces of the program; models of equal blocks may share them.
-    self.compiled: dict[str, Callable[..., Any]] = {}
     rows = iter(batches)
     first = next(rows, None)
     if first is None:
@@ -156,7 +154,7 @@ class Model:
   ) -> tuple[_stream.Stream, Generator[tuple[_stream.Cut, Any]]]:
     cuts = _stream.cuts(self.parts, self.graph.norms if norms else ())
     stream = _stream.Stream(
-      self.graph, list(self.leaves), cuts, gram, self.place, self.compiled
+      self.graph, list(self.leaves), cuts, gram, self.place
     )
     return stream, stream.run(self.batches, skip)
 

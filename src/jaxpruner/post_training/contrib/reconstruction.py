@@ -138,7 +138,7 @@ def prune_blocks(
     {} if folder is None else _facts(model, rows, targets, kind, settings)
     | training,
   )  # fmt: skip
-  solve = functools.partial(_solve, targets, kind, settings, {})
+  solve = functools.partial(_solve, targets, kind, settings)
   leaves, masks = list(model.leaves), [None] * len(model.leaves)
   train = _Trainer(epochs, learning_rate, seed)
   pruned, dense = _Rows(rows), _Rows(rows)
@@ -185,7 +185,6 @@ def _solve(
   targets: Mapping[int, float | None],
   kind: Any,
   settings: solve_layer.Settings,
-  compiled: dict[str, Any],
   model: calibration.Model,
   block: _blocks.Block,
   leaves: list[Any],
@@ -201,7 +200,6 @@ def _solve(
     rows,
     lambda path, _: path[-1] in {names[i] for i in chosen},
   )
-  own.compiled = compiled  # blocks of one shape share their compilations
   index = {name: i for i, name in names.items()}
   outer = [index[own.name(j)] for j in range(len(own.leaves))]
   wanted = {j: targets[i] for j, i in enumerate(outer) if i in chosen}
