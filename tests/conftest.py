@@ -6,6 +6,7 @@ import gc
 import os
 import pathlib
 import resource
+import sys
 import tempfile
 
 # Must be set before JAX starts its backend.
@@ -30,7 +31,8 @@ _COMMON = dict(
 hypothesis.settings.register_profile("ci", max_examples=200, **_COMMON)
 hypothesis.settings.register_profile("quick", max_examples=20, **_COMMON)
 hypothesis.settings.register_profile("nightly", max_examples=10_000, **_COMMON)
-hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+_PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "ci")
+hypothesis.settings.load_profile(_PROFILE)
 
 
 @pytest.fixture(autouse=True)
@@ -40,6 +42,33 @@ def tables_are_restored():
 
   with registry.restored():
     yield
+
+
+@pytest.fixture(autouse=True)
+def figures_are_closed():
+  """Close what a test, a page or an example drew: pyplot warns of many."""
+  yield
+  if pyplot := sys.modules.get("matplotlib.pyplot"):
+    pyplot.close("all")
+
+
+# Rooms that promise something of the machine code itself: exact thresholds, one
+# result on every device layout, speed.
+_OPTIMIZED = ("engine", "kept", "sparse")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def compiled_quickly(request):
+  """Leave out LLVM's optimizations, a third of the suite's time.
+
+  Not in rooms whose laws are about the machine code, and not at night: there all
+  is compiled as users compile it.
+  """
+  room = pathlib.Path(request.path).relative_to(pathlib.Path(__file__).parent)
+  quickly = room.parts[0] not in _OPTIMIZED and _PROFILE != "nightly"
+  if jax.config.read("jax_disable_most_optimizations") != quickly:
+    jax.clear_caches()  # the setting is in no key
+    jax.config.update("jax_disable_most_optimizations", quickly)
 
 
 _MOST_MEMORY = 2.5 * 2**30  # of a worker, in bytes

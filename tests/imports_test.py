@@ -38,6 +38,7 @@ ROOMS = {
   ],
   "kept": [
     "places", "blocks", "bitmaps", "layouts", "block_products", "_kernel",
+    "_panels_kernel",
     "products", "capture", "choosing", "growth", "block_rewiring",
     "_rewire_scores", "_rewire_search", "_rewire_lists", "_rewire_kernel",
     "rewiring", "folding", "tensors", "conversion", "creation", "views",

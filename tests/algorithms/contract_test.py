@@ -191,7 +191,8 @@ def test_half_precision_keeps_dtypes_and_exact_sparsity(name):
     assert count_ones(masks_by_name(trainer.updater, params, state)) == KEPT
 
 
-@every_algorithm
+# Packing is the base class's: an algorithm's code never sees it.
+@every_mechanism
 def test_packed_masks_train_the_same_parameters(name):
   if not prunes(name):
     pytest.skip("has no masks")
