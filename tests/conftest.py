@@ -61,8 +61,8 @@ _OPTIMIZED = ("engine", "kept", "sparse")
 def compiled_quickly(request):
   """Leave out LLVM's optimizations, a third of the suite's time.
 
-  Not in rooms whose laws are about the machine code, and not at night: there all
-  is compiled as users compile it.
+  Rooms whose laws are about the machine code have them, and at night all tests
+  do: there programs are compiled as users compile them.
   """
   room = pathlib.Path(request.path).relative_to(pathlib.Path(__file__).parent)
   quickly = room.parts[0] not in _OPTIMIZED and _PROFILE != "nightly"

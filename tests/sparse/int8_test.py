@@ -167,7 +167,7 @@ def test_weights_that_are_not_finite_are_refused(tmp_path):
 def test_int8_folder_writes_the_text_of_its_decoded_weights(
   tmp_path, monkeypatch
 ):
-  # The step as machine code rounds its inputs too: tests/post_training/step_test.
+  # The step as machine code rounds its inputs too; `step_test` holds it.
   monkeypatch.setattr(generation._step, "kernel", lambda *_: None)
   folder, small = tmp_path / "model", tmp_path / "small"
   hub_models.write_folder(folder, "smollm2")
