@@ -35,6 +35,12 @@ _PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "ci")
 hypothesis.settings.load_profile(_PROFILE)
 
 
+def pytest_collection_finish():
+  """Collect garbage rarely: what is imported by now stays to the end."""
+  gc.freeze()
+  gc.set_threshold(50_000, 20, 20)
+
+
 @pytest.fixture(autouse=True)
 def tables_are_restored():
   """Undo what a test, a page or an example registers."""
