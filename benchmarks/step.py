@@ -265,7 +265,7 @@ def compile_times(layers: int, algorithms) -> list[dict]:
   return rows
 
 
-def kernel_cost() -> dict:
+def kernel_cost(few: int = 10, many: int = 50, turns: int = 5) -> dict:
   """Milliseconds to compile one more kernel, a new one and an equal one."""
 
   def seconds(factors) -> float:
@@ -279,11 +279,10 @@ def kernel_cost() -> dict:
     return time.process_time() - start
 
   def slope(factor) -> float:
-    few, many = 10, 50
     seconds([factor(i) for i in range(few)])
     times = [
       [seconds([factor(i) for i in range(n)]) for n in (few, many)]
-      for _ in range(5)
+      for _ in range(turns)
     ]
     least = np.min(times, 0)
     return 1e3 * float(least[1] - least[0]) / (many - few)

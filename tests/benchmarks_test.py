@@ -1,9 +1,13 @@
 """The benchmarks run: on little, to the pages they write."""
 
+import contextlib
+import functools
 import importlib
+import io
 import json
 import pathlib
 import shutil
+import types
 
 import numpy as np
 import pytest
@@ -12,6 +16,13 @@ from scipy import stats
 from jaxpruner.compare import record_files
 
 SCRIPTS = pathlib.Path(__file__).parents[1] / "benchmarks"
+
+
+@pytest.fixture
+def script(monkeypatch):
+  """Imports a benchmark."""
+  monkeypatch.syspath_prepend(str(SCRIPTS))
+  return importlib.import_module
 
 
 @pytest.fixture
@@ -41,12 +52,26 @@ def test_engine(run):
   assert "| bfloat16 | 3e+03 |" in text
 
 
-def test_step(run, tmp_path):
+def test_step(run, script, monkeypatch, tmp_path):
+  step = script("step")
+  mlp = functools.partial(step.mlp, width=64)
+
+  def in_process(command, **_):
+    """What a fresh process prints, without starting one."""
+    monkeypatch.setattr("sys.argv", command[1:])
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+      step.main()
+    return types.SimpleNamespace(stdout=printed.getvalue())
+
   text = run(
     "step",
     *("--only", "mlp", "compile", "memory", "--algorithms", "magnitude"),
     *("--layers", "1", "--repeats", "1"),
     RECORD=tmp_path / "step.json",
+    MODELS={"mlp": (mlp, 8)},
+    mlp=mlp,
+    kernel_cost=functools.partial(step.kernel_cost, 1, 2, 1),
+    subprocess=types.SimpleNamespace(run=in_process),
   )
   assert "| mlp | 8 | magnitude |" in text
   assert "| 12 | magnitude |" in text
@@ -86,19 +111,14 @@ def test_before_after(monkeypatch, tmp_path):
   monkeypatch.setattr(script, "REST", [4, 4])
   monkeypatch.setattr(script, "SIZES", (3000,))
   monkeypatch.setattr(script, "TURNS", 1)
-  monkeypatch.setattr(script, "_in_process", lambda _source: script.measure())
+  monkeypatch.setattr(script, "ALGORITHMS", ("rigl",))
+  measured = functools.cache(lambda: script.measure())
+  monkeypatch.setattr(script, "_in_process", lambda _source: measured())
   monkeypatch.setattr("sys.argv", ["before_after", str(tmp_path)])
   script.main()
   text = (tmp_path / "before_after.md").read_text()
   assert "| compile ÷ dense, 4-4, rigl |" in text
   assert "| step at rest ÷ dense, 12 × 512², magnitude_ste |" in text
-
-
-@pytest.fixture
-def script(monkeypatch):
-  """Imports a benchmark."""
-  monkeypatch.syspath_prepend(str(SCRIPTS))
-  return importlib.import_module
 
 
 @pytest.fixture

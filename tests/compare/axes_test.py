@@ -1,17 +1,14 @@
 """Axes: types, distributions, options of algorithms and of the task."""
 
 import argparse
-import functools
 
 import compare_helpers as helpers
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import jaxpruner
 from jaxpruner.compare import (
-  cell_run,
   command,
   exports,
   groups,
@@ -168,26 +165,8 @@ def test_a_leaf_that_a_structure_does_not_fit_stays_dense():
 AXES = ("--type=unstructured,2:4", "--algorithms=magnitude", "--sparsity=0.5")
 
 
-@functools.cache
-def trained(kind):
-  settings = chosen(*AXES, "--seeds=1", *_tiny())
-  return cell_run.run_cell(Cell("magnitude", 0.5, kind), settings)
-
-
 def _tiny():
   return [f"--set={key}={value}" for key, value in helpers.TINY.items()]
-
-
-def test_a_structured_row_says_what_stayed_dense_and_counts_it():
-  plain, structured = trained(""), trained("2:4")
-  assert plain.record.problem == structured.record.problem == ""
-  assert plain.record.notes == []
-  assert len(structured.record.notes) == 2
-  # 8 of the 640 weights of the tiny network lie between its ends.
-  assert structured.record.prunable == 8 * 8
-  assert structured.record.weights > plain.record.weights
-  mask = structured.arrays["mask:layer_1/kernel"]
-  np.testing.assert_array_equal(mask.reshape(2, 4, 8).sum(1), 2)
 
 
 def axes_folder(path, *words):

@@ -160,13 +160,22 @@ def test_the_small_dense_network_has_as_many_weights_as_the_sparse_one():
     assert abs(small - sparse) / sparse < 0.03
 
 
+def run(name, emit=None, checkpoint=None):
+  """Run a cell with the functions of `parts`, which are compiled already."""
+  built = parts(name)[1]
+  chosen, settings = Cell(name, 0.8), helpers.settings()
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(training, "build", lambda *_args, **_options: built)
+    return cell_run.run_cell(
+      chosen, settings, emit or (lambda _: None), checkpoint
+    )
+
+
 @functools.cache
 def trained():
   """Return (outcome, its chunks) of one small cell."""
   chunks = []
-  chosen = Cell("magnitude", 0.8)
-  outcome = cell_run.run_cell(chosen, helpers.settings(), chunks.append)
-  return outcome, chunks
+  return run("magnitude", chunks.append), chunks
 
 
 def test_a_cell_realises_its_request_and_says_what_it_costs():
@@ -177,14 +186,18 @@ def test_a_cell_realises_its_request_and_says_what_it_costs():
   assert found.training_flops < found.training_flops_dense
   assert found.bytes < found.bytes_dense
   assert len(found.metrics["accuracy"]) == 2
+  assert found.notes == []
+  _, built, keys, data = parts("magnitude")
+  held = cell_run._held_bytes(built.start(keys, data), 2)
+  assert found.training_bytes == held
+  assert found.step_seconds > 0
 
 
 @pytest.mark.parametrize("name", ["acdc", "granet", "mest"])
 def test_training_flops_are_those_of_every_single_step(name):
   # Masks counted before each step, not at the ends of chunks; GraNet grows by
   # dense gradients at mask updates, MEST reads those of kept weights only.
-  settings = helpers.settings()
-  found = cell_run.run_cell(Cell(name, 0.8), settings).record
+  found = run(name).record
   task, built, keys, data = parts(name)
   config = networks.updater_config(task, Cell(name, 0.8))
   schedule = jaxpruner.create_updater_from_config(config).scheduler
@@ -250,8 +263,6 @@ class Kept:
 
 
 def test_a_restored_training_ends_in_the_same_bits():
-  settings = helpers.settings()
-  chosen = Cell("magnitude", 0.8)
   whole, chunks = trained()
   _, built, keys, data = parts("magnitude")
   carry = built.start(keys, data)
@@ -263,7 +274,7 @@ def test_a_restored_training_ends_in_the_same_bits():
   saved = stored_carry.arrays_of(carry, [first, 1.0, cost, 0])
   later = []
   kept = Kept(saved)
-  resumed = cell_run.run_cell(chosen, settings, later.append, kept)
+  resumed = run("magnitude", later.append, kept)
   assert not kept.aside
   assert later == chunks[5:]
   assert resumed.record.metrics == whole.record.metrics
@@ -275,6 +286,10 @@ def test_two_to_four_sparsity_is_exact():
   settings = helpers.settings(type="2:4", sparsity=(0.5,), seeds=1)
   outcome = cell_run.run_cell(Cell("static_sparse", 0.5, "2:4"), settings)
   assert outcome.record.problem == ""
+  # 8 of the 640 weights of the tiny network lie between its ends.
+  assert outcome.record.prunable == 8 * 8
+  dense_ends, biases = 64 * 8 + 8 * 10, 8 + 8 + 10
+  assert outcome.record.weights == dense_ends + 8 * 8 / 2 + biases
   mask = outcome.arrays["mask:layer_1/kernel"]
   assert (mask.reshape(2, 4, -1).sum(1) == 2).all()
   assert outcome.record.notes == [
@@ -295,6 +310,14 @@ def test_devices_share_a_batch_and_agree_with_one():
     np.testing.assert_allclose(a.loss, b.loss, rtol=1e-4)
 
 
+@functools.cache
+def started():
+  """Return a training before its first step, and that as stored arrays."""
+  _, built, keys, data = parts("magnitude")
+  carry = built.start(keys, data)
+  return carry, stored_carry.arrays_of(carry, [2, 1.0, 1.0, 0])
+
+
 @pytest.mark.parametrize(
   "change, reason",
   [
@@ -304,12 +327,21 @@ def test_devices_share_a_batch_and_agree_with_one():
     ({"more": np.zeros(3)}, "arrays"),
   ],
 )
-def test_a_readable_but_wrong_checkpoint_is_set_aside(change, reason):
-  _, built, keys, data = parts("magnitude")
-  saved = stored_carry.arrays_of(built.start(keys, data), [2, 1.0, 1.0, 0])
+def test_a_readable_but_wrong_checkpoint_is_refused(change, reason):
+  carry, saved = started()
+  steps = helpers.TINY["steps"]
+  _, progress = stored_carry.restore(carry, saved, steps)
+  assert progress == [2, 1, 1, 0]
+  with pytest.raises(stored_carry.CheckpointError, match=reason):
+    stored_carry.restore(carry, saved | change, steps)
+
+
+def test_a_refused_checkpoint_is_set_aside_and_the_training_begins_anew():
+  _, saved = started()
+  change, reason = {"progress": np.array([99.0, 1, 1, 0])}, "step 99 of 24"
   kept = Kept(saved | change)
-  chosen, later = Cell("magnitude", 0.8), []
-  found = cell_run.run_cell(chosen, helpers.settings(), later.append, kept)
+  later = []
+  found = run("magnitude", later.append, kept)
   assert reason in kept.aside[0]
   assert later == trained()[1]
   assert found.record.metrics == trained()[0].record.metrics

@@ -41,6 +41,12 @@ def run_folder(tmp_path):
   return tmp_path
 
 
+@pytest.fixture
+def no_pictures(monkeypatch):
+  """Drawing takes seconds; another test looks at the pictures."""
+  monkeypatch.setattr(page.pictures, "draw_all", lambda *_: {})
+
+
 def test_rows_are_grouped_and_paired_with_dense(run_folder):
   rows = table.rows(str(run_folder))
   assert [r.algorithm for r in rows] == [
@@ -121,6 +127,7 @@ def test_one_seed_shows_no_interval(run_folder):
   assert not math.isnan(alone.metric.mean)
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_the_command_exports_and_explains(run_folder, capsys, tmp_path):
   import argparse
 
@@ -191,6 +198,7 @@ def test_columns_of_low_priority_give_way_first():
   assert names(0) == ["algorithm", "metric", "vs dense", "sparsity"]
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_reading_a_run_imports_nothing_that_it_names(
   tmp_path, monkeypatch, capsys
 ):
