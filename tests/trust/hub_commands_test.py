@@ -162,6 +162,7 @@ def test_no_path_is_not_the_current_folder(folder, monkeypatch, capsys, words):
     (["--out", "no/such/new"], "does not exist; make it first"),
     (["--model", "stories15M", "--out", "hub"], "is a folder; name a file"),
     (["--model", "stories15M", "--out", "/dev/null"], "a pipe, a device"),
+    (["--model", "hub/config.json"], "says nothing of its model; name the"),
   ],
 )
 def test_oneshot_checks_its_options_first(

@@ -117,6 +117,12 @@ def _check(args: argparse.Namespace) -> None:
     raise ValueError(
       f"--distill {args.distill} must be finite and not negative"
     )
+  if os.path.isfile(args.model):
+    raise ValueError(
+      f"--model {args.model}: a file of weights says nothing of its model; "
+      "name the folder that holds config.json, or prune it without data: "
+      f"jaxpruner prune {args.model}"
+    )
   if not os.path.isdir(args.model):
     atomic.check_target(args.out)
   elif os.path.exists(args.out):
