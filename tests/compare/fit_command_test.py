@@ -152,6 +152,18 @@ def test_a_file_of_records_is_named_as_it_was_typed(tmp_path, capsys):
   assert f"{file}: no finished row of 'rigl'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+  "steps", ["1e400", "nan", "1000000000000", "0", "-5", "1.5", "true", "a"]
+)
+def test_steps_that_no_training_has_are_refused(steps):
+  options = "steps={},width=16"
+  cell = Cell("magnitude", 0.5, options=options.format(steps))
+  found = record(Cell("magnitude", 0.5, options=options.format(100)))
+  info = run_folder.RunInfo({}, {}, {"batch_size": 8}, metric="loss")
+  with pytest.raises(files.RunFolderError, match=r"steps of the task is"):
+    fit_command._training(cell, found, info, 10_000)
+
+
 def test_an_accuracy_has_no_law(tmp_path, capsys):
   write_run(tmp_path / "a", metric="accuracy", higher_is_better=True)
   assert cli.main(["fit", str(tmp_path / "a")]) == 2

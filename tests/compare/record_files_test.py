@@ -156,6 +156,9 @@ def test_reproduce_imports_no_module_on_the_word_of_a_file(saved, capsys):
     ('{"weights": 1}\n', "is none of"),
     ('{"run": {"settings": 1}}\n', "line 1"),
     ("{" * 100_000, "line 1: not JSON"),
+    ('{"run": NaN}', "line 1: not JSON"),
+    ('{"run": 1' + "0" * 400 + "}", "line 1: not JSON"),
+    ('{"run": "\\ud800"}', "line 1: not JSON"),
     ("\x00", "line 1: not JSON"),
   ],
 )
@@ -164,6 +167,22 @@ def test_a_file_of_something_else_is_refused(text, words, tmp_path, capsys):
   path.write_text(text)
   assert cli.main(["records", str(path)]) == 1
   assert words in capsys.readouterr().err
+
+
+def test_records_that_do_not_fit_their_run_are_refused(saved, tmp_path, capsys):
+  first, *rest = saved.read_text().splitlines()
+  info = json.loads(first)
+  info["run"]["format"] = run_folder.FORMAT + 1
+  saved.write_text("\n".join([json.dumps(info), *rest]))
+  assert cli.main(["reproduce", str(saved), "dense"]) == 2
+  assert "use a newer jaxpruner" in capsys.readouterr().err
+  info["run"] |= {"format": run_folder.FORMAT, "cells": []}
+  saved.write_text("\n".join([json.dumps(info), *rest]))
+  assert cli.main(["reproduce", str(saved), "dense"]) == 2
+  assert "is not among the cells of its run" in capsys.readouterr().err
+  out = str(tmp_path / "out")
+  assert cli.main(["report", str(saved), "--out", out]) == 1
+  assert "lists no cell" in capsys.readouterr().err
 
 
 def test_a_folder_without_a_finished_cell_is_refused(tmp_path, capsys):

@@ -52,6 +52,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   parser.add_argument("--plot", metavar="FILE", help="draw the law")
 
 
+_MOST = 2**24  # steps, and examples of one
+
+
 class Training(NamedTuple):
   """A finished training of a run, as a point of a law.
 
@@ -119,28 +122,36 @@ def _training(
   cell: Cell, record: Record, info: run_folder.RunInfo, size: int
 ) -> Training:
   options: dict[str, Any] = info.task | spelling.options_of(cell.options)
-  try:
-    data = float(options["steps"]) * float(options["batch_size"])
-  except (KeyError, TypeError, ValueError) as error:
-    raise files.RunFolderError(
-      f"{cell.id}: steps and batch_size of the task are not known, but the law "
-      "needs the amount of data"
-    ) from error
+  steps, rows = (
+    _whole(cell, options, name) for name in ("steps", "batch_size")
+  )
   values = record.metrics.get(info.metric) or []
   numbers = [value for value in values if value is not None]
   if not numbers or len(numbers) < len(values):
     raise files.RunFolderError(f"{cell.id}: {info.metric} is not finite")
   removed = [x for x in record.realised if x is not None]
   sparse = float(np.mean(removed)) if removed and record.prunable else 0.0
-  kept = _kept_on_average(cell, int(options["steps"]), sparse)
+  kept = _kept_on_average(cell, steps, sparse)
   return Training(
     cell.id,
     sparse,
     size * (1 - sparse),
-    data,
+    float(steps * rows),
     float(np.mean(numbers)),
     size * kept,
   )
+
+
+def _whole(cell: Cell, options: dict[str, Any], name: str) -> int:
+  """Return a number of a task; a file may hold anything."""
+  value = options.get(name)
+  # Of every step, it is computed how many weights are kept.
+  if type(value) is not int or not 1 <= value <= _MOST:
+    raise files.RunFolderError(
+      f"{cell.id}: {name} of the task is {value!r:.40}, but the law needs the "
+      f"amount of data: a whole number from 1 to {_MOST}"
+    )
+  return value
 
 
 def _kept_on_average(cell: Cell, steps: int, sparsity: float) -> float:

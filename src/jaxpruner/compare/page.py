@@ -85,6 +85,10 @@ def write_report(paths: Sequence[str], out: str) -> list[TableRow]:
   for i, path in enumerate(paths):
     info = run_folder.read_run(path)
     rows = table.rows(path)
+    if not rows:
+      raise files.RunFolderError(
+        f"{path}: its run.json lists no cell, so there is nothing to report"
+      )
     everything += rows
     # Numbered: two runs may be of one task.
     safe = re.sub(r"[^\w.-]", ".", rows[0].task)

@@ -204,7 +204,7 @@ def read(file: str) -> Records:
   for number, line in enumerate(raw.splitlines(), 1):
     where = f"{file}, line {number}"
     try:
-      value = json.loads(line)
+      value = files.parse(line)
       if not isinstance(value, dict) or len(value) != 1:
         raise SchemaError(f"{where}: not an object with one key")
       ((name, content),) = value.items()
@@ -222,6 +222,7 @@ def read(file: str) -> Records:
       f"{file}: {len(found['run'])} runs and {len(found['record'])} records; a "
       "file holds one run and its records"
     )
+  run_folder.check_format(found["run"][0], file)
   for name in kinds.keys() - {"run"}:
     counts = collections.Counter(item.cell for item in found[name])
     for cell, count in counts.most_common(1):

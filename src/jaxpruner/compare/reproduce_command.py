@@ -116,9 +116,17 @@ def reproduce(
   from jaxpruner.compare import fingerprint, run_folder, tasks
   from jaxpruner.compare import settings as settings_lib
 
+  listed = {
+    entry.cell.id: entry.cell
+    for entry in run_folder.listed_cells(found.info, "records")
+  }
   if cell not in found.records:
     raise ValueError(
       f"cell {cell!r} has no record; {_tools.nearest(cell, found.records)}"
+    )
+  if cell not in listed:
+    raise ValueError(
+      f"cell {cell!r} is not among the cells of its run: the file was changed"
     )
   recorded = run_folder.settings_of(found.info, "records")
   settings = recorded
@@ -133,9 +141,7 @@ def reproduce(
   in_process = "cores" in found.info.versions
   mine = fingerprint.run_info(settings, loaded, in_process)
   mine = dataclasses.replace(mine, settings=recorded.to_json())
-  listed = run_folder.listed_cells(found.info, "records")
-  wanted = next(entry.cell for entry in listed if entry.cell.id == cell)
-  now = _computed(wanted, settings, mine, in_process)
+  now = _computed(listed[cell], settings, mine, in_process)
   record, training = now.records[cell], now.trainings.get(cell)
   recorded_then = found.records[cell].to_json()
   unknown = [k for k, v in UNKNOWN.items() if recorded_then.get(k) == v]

@@ -282,12 +282,25 @@ def read_run(path: str | os.PathLike) -> RunInfo:
       f"{file}: cannot be read ({error}); restore it, or start again with "
       "another --out"
     ) from error
+  check_format(info, file)
+  return info
+
+
+def check_format(info: RunInfo, file: str | os.PathLike) -> None:
+  """Raise if a run was written by a later version.
+
+  Args:
+    info: the content of run.json.
+    file: where it is from, for the message.
+
+  Raises:
+    RunFolderError: it was.
+  """
   if info.format > FORMAT:
     raise RunFolderError(
       f"{file}: has format {info.format}, this version reads up to {FORMAT}; "
       "use a newer jaxpruner"
     )
-  return info
 
 
 def settings_of(info: RunInfo, path: str) -> settings.ComparisonSettings:
