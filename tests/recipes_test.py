@@ -81,8 +81,8 @@ def parts(nnx, done):
   "row, algorithm",
   [
     ("resnet50", "magnitude"),
-    ("vit_b16", "magnitude_ste"),
     ("vit_b16", "rigl"),
+    pytest.param("vit_b16", "magnitude_ste", marks=pytest.mark.slow),
   ],
 )
 def test_a_plain_loop_ends_exactly_sparse(recipe, row, algorithm):
