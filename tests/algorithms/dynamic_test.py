@@ -316,6 +316,7 @@ def test_weights_only_move_between_leaves_of_single_weights():
   [
     ({"grow": "gradeint"}, "did you mean 'gradient'"),
     ({"grow": {"name": "momentum", "weight": 1}}, "has no 'weight'"),
+    ({"drop": 0.1}, "name one of magnitude, .*drop_fraction=0.1"),
     ({"redistribute": "survivor"}, "did you mean 'survivors'"),
     ({"momentum_decay": 2}, "between 0 and 1"),
   ],

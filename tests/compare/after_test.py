@@ -161,6 +161,19 @@ def test_owl_and_lamp_need_a_trained_network():
   ]
 
 
+def test_a_structure_that_no_solver_keeps_has_no_row():
+  kinds = ("unstructured", "2:4", "8x8", "channels")
+  picked = helpers.settings(
+    algorithms=("after:wanda",), sparsity=(0.5,), type=kinds
+  )
+  made = plan.plan(picked)
+  found = [c.type for c in made.cells if c.name == "after:wanda"]
+  assert found == ["", "2:4", "8x8"]
+  (note,) = made.notes
+  assert note.startswith("No row for after:wanda with channels: ")
+  assert "with an algorithm that trains" in note
+
+
 def test_calibration_uses_the_first_training_batches():
   from jaxpruner.compare import after_run
 

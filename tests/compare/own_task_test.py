@@ -22,6 +22,7 @@ from jaxpruner.compare import (
   plan,
   streams,
   tasks,
+  training,
 )
 from jaxpruner.compare.cells import Cell
 
@@ -81,9 +82,38 @@ def train(task, algorithm="magnitude", seeds=2, checkpoint=None, emit=None):
     )
 
 
-@functools.cache  # compiling costs far more than running
-def trained(seeds=2):
-  return train(own(), seeds=seeds)
+@functools.cache
+def built():
+  """The compiled functions of `own()` under `magnitude`, two seeds."""
+  task, kept = own(), []
+  build = training.build
+
+  def keep(*arguments, **options):
+    kept.append(build(*arguments, **options))
+    raise Stop
+
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(training, "build", keep)
+    with pytest.raises(Stop):
+      train(task)
+  return kept[0]
+
+
+class Stop(Exception):
+  pass
+
+
+def train_again(task, **options):
+  """Train without compiling: compiling costs far more than running."""
+  ready = built()
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(training, "build", lambda *_args, **_options: ready)
+    return train(task, **options)
+
+
+@functools.cache
+def trained():
+  return train_again(own())
 
 
 @pytest.mark.parametrize("algorithm", ["magnitude", "snip"])
@@ -104,12 +134,17 @@ def test_a_streamed_training_is_plain_optax_on_the_same_batches():
   loss_key = jax.random.split(jax.random.fold_in(key, 2))[1]
   tx = optax.sgd(0.1, momentum=0.9)
   state = tx.init(params)
-  for step in range(24):
+
+  @jax.jit
+  def plain(params, state, batch, step):
     grads = jax.grad(functions["loss"])(
-      params, draw(0, step), jax.random.fold_in(loss_key, step)
+      params, batch, jax.random.fold_in(loss_key, step)
     )
     updates, state = tx.update(grads, state, params)
-    params = optax.apply_updates(params, updates)
+    return optax.apply_updates(params, updates), state
+
+  for step in range(24):
+    params, state = plain(params, state, draw(0, step), step)
   for name, leaf in (("hidden", params["hidden"]), ("out", params["out"])):
     np.testing.assert_allclose(
       outcome.arrays[f"param:{name}/kernel"], leaf["kernel"], atol=1e-5
@@ -147,7 +182,7 @@ def test_blocks_of_batches_do_not_change_a_number(monkeypatch):
   whole = trained()
   size = 16 * (8 * 4 + 4) * 2
   monkeypatch.setattr(streams, "BLOCK_BYTES", size)  # one step per block
-  cut = train(own())
+  cut = train_again(own())
   assert cut.record.metrics == whole.record.metrics
   assert cut.record.batches == whole.record.batches != ""
   for name in whole.arrays:
@@ -216,14 +251,23 @@ def test_a_batch_of_another_shape_is_named():
     train(own(batches=ragged))
 
 
-def test_a_loader_that_turns_random_later_fails_its_row(tmp_path):
+@pytest.fixture(scope="module")
+def drifted(tmp_path_factory):
+  """A run of a loader that turns random, without a rule for narrower."""
+
   def drifting(seed, step):
     rng = np.random.default_rng((seed, step) if step < 5 else None)
     rows = rng.integers(0, len(Y), 16)
     return {"x": X[rows], "y": Y[rows]}
 
-  done = run(tmp_path, batches=drifting)
-  assert "not deterministic" in done.rows[-1].problem
+  path = tmp_path_factory.mktemp("drifted")
+  return run(path, batches=drifting, narrower=None)
+
+
+def test_a_loader_that_turns_random_later_fails_its_row(drifted):
+  dense, magnitude = drifted.rows
+  assert dense.problem == ""
+  assert "not deterministic" in magnitude.problem
 
 
 def run(path, **changes):
@@ -259,10 +303,9 @@ def test_a_comparison_from_python_is_resumed_and_refuses_other_functions(
       run(tmp_path, **change)
 
 
-def test_without_a_narrower_rule_the_baseline_is_left_out_and_said(tmp_path):
-  done = run(tmp_path, narrower=None)
-  assert [row.algorithm for row in done.rows] == ["dense", "magnitude"]
-  page = (done.path / "report.html").read_text()
+def test_without_a_narrower_rule_the_baseline_is_left_out_and_said(drifted):
+  assert [row.algorithm for row in drifted.rows] == ["dense", "magnitude"]
+  page = (drifted.path / "report.html").read_text()
   assert "<p class='meta'>The small dense baseline is left out" in page
 
 
@@ -380,7 +423,7 @@ def test_state_is_trained_evaluated_and_stored():
     has_state=True,
     narrower=None,
   )
-  outcome = train(task)
+  outcome = train(task, "dense")  # it compiles least
   expected = np.zeros(8)
   for step in range(24):
     expected = 0.9 * expected + 0.1 * draw(0, step)["x"].mean(0)
@@ -398,7 +441,7 @@ def test_evaluation_in_batches_weighs_every_example_alike():
       "accuracy": (apply(params, batch["x"]).argmax(-1) == batch["y"]).mean()
     }
 
-  found = train(own(test=test, evaluate=evaluate)).record
+  found = train_again(own(test=test, evaluate=evaluate)).record
   whole = trained().record
   assert 100 * found.metrics["accuracy"][0] == pytest.approx(
     whole.metrics["accuracy"][0], rel=1e-5
@@ -435,8 +478,8 @@ def test_a_streamed_training_resumes_in_the_same_bits():
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr(cell_run.time, "perf_counter", lambda: next(clock))
     with pytest.raises(Killed):
-      train(task, checkpoint=kept, emit=emit)
-  resumed = train(task, checkpoint=kept)
+      train_again(task, checkpoint=kept, emit=emit)
+  resumed = train_again(task, checkpoint=kept)
   assert resumed.record.batches == whole.record.batches
   for name in whole.arrays:
     np.testing.assert_array_equal(whole.arrays[name], resumed.arrays[name])

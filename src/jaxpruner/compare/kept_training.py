@@ -69,7 +69,7 @@ def build(
     lambda *all_seeds: jax.lax.map(lambda each: one(*each), all_seeds)
   )
   draw = in_turn(seed.init) if task.in_turn else jax.vmap(seed.init)
-  first = jax.jit(seed.masked.start)
+  first = once(seed.masked.start)
 
   def start(keys, data, batches=None):
     params = given.params

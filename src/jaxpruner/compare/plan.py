@@ -223,6 +223,11 @@ def _problem_after(options: dict[str, Any], kind: str, share: str) -> str:
       return f"calibration={value}: need a whole number of at least one"
   if share == "lamp" and kind:
     return "LAMP ranks single weights"
+  if kind and spelling.parse_type(kind).on_matrix((-2, -1)) is None:
+    return (
+      "pruning after training keeps single weights, N:M and blocks; compare "
+      f"{kind} with an algorithm that trains, such as magnitude"
+    )
   return ""
 
 

@@ -84,10 +84,18 @@ def build_part(field: str, spec: Any) -> Any:
   Returns:
     The object.
 
+  Raises:
+    ValueError: a number, an unknown name or an unknown field.
+
   Example:
     >>> build_part("grow", "gradient")
     Gradient()
   """
+  if isinstance(spec, int | float):
+    raise ValueError(
+      f"{field}={spec!r} is a number; name one of {', '.join(PARTS[field])}, "
+      f"or give the share of weights as drop_fraction={spec!r}"
+    )
   if not isinstance(spec, str | Mapping):
     return spec
   options = {"name": spec} if isinstance(spec, str) else dict(spec)
