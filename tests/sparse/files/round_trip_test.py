@@ -225,7 +225,11 @@ def test_sizes_meet_the_bit_count():
     ({"..": np.ones(1)}, None, "not allowed"),
     ({"w": np.ones(4)}, {"w": np.ones(3, np.uint8)}, "masks\\['w'\\]"),
     ({"w": np.ones(4)}, {"w": np.ones(4)}, "masks\\['w'\\]"),
-    ({"w": np.zeros(64), "w.bits": np.ones(1)}, None, "of a tensor and of a part"),
+    (
+      {"w": np.zeros(64), "w.bits": np.ones(1)},
+      None,
+      "of a tensor and of a part",
+    ),
   ],
 )
 def test_what_cannot_be_saved_is_named(tmp_path, params, masks, message):
