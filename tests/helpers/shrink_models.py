@@ -31,7 +31,7 @@ def masked(params, masks):
   leaves, treedef = jax.tree.flatten(params)
   return treedef.unflatten(
     [
-      p if m is None else jnp.where(m, p, 0)
+      p if m is None else jnp.asarray(np.where(m, p, np.zeros((), p.dtype)))
       for p, m in zip(leaves, treedef.flatten_up_to(masks), strict=True)
     ]
   )

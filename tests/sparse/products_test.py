@@ -31,7 +31,8 @@ def run(model, params, *inputs):
   fast, report = sparse.accelerate(
     model, params, *inputs, cache=None, timer=prefer_sparse
   )
-  right = np.asarray(model(params, *inputs))
+  # One program compiles faster than its operations one by one.
+  right = np.asarray(jax.jit(model)(params, *inputs))
   scale = 4e-6 * np.abs(right).max()
   np.testing.assert_allclose(fast(*inputs), right, rtol=2e-5, atol=scale)
   return fast, {layer.name: layer for layer in report.layers}
@@ -63,9 +64,10 @@ def test_a_fused_weight_that_is_sliced_is_packed_in_pieces():
     params = {**fast.params, "qkv": weight.with_values(values)}
     return fast.apply(params, x).sum()
 
-  got = weight.with_values(jax.grad(loss)(weight.values)).todense()
-  want = jax.grad(lambda w: model({**params, "qkv": w}, x).sum())(params["qkv"])
-  want = jnp.where(params["qkv"] != 0, want, 0)
+  grads = jax.jit(jax.grad(loss))(weight.values)
+  got = jax.jit(weight.with_values(grads).todense)()
+  slope = jax.grad(lambda w: model({**params, "qkv": w}, x).sum())
+  want = jax.jit(slope)(params["qkv"]) * (np.asarray(params["qkv"]) != 0)
   np.testing.assert_allclose(got, want, rtol=2e-4, atol=2e-4)
 
 
@@ -132,8 +134,8 @@ def test_ragged_products_use_each_row_once(sizes):
   x, sizes = normal(50, 64), jnp.asarray(sizes, jnp.int32)
   fast, layers = run(model, weight, x, sizes)
   assert set(formats(layers).values()) == {"sell"}
-  got = jax.grad(lambda x: (fast.apply(fast.params, x, sizes) ** 2).sum())(x)
-  want = jax.grad(lambda x: (model(weight, x, sizes) ** 2).sum())(x)
+  slope = lambda f, w: jax.jit(jax.grad(lambda x: (f(w, x, sizes) ** 2).sum()))
+  got, want = slope(fast.apply, fast.params)(x), slope(model, weight)(x)
   np.testing.assert_allclose(got, want, rtol=2e-4, atol=2e-4)
 
 
@@ -200,7 +202,7 @@ def test_branches_and_loops_are_entered():
   fast, layers = run(model, params, normal(2, 64), jnp.asarray(3))
   assert formats(layers) == {"then": "sell", "loop": "sell"}
   x = normal(2, 64)
-  want = model(params, x, jnp.asarray(0))
+  want = jnp.sin(x)
   np.testing.assert_allclose(fast(x, jnp.asarray(0)), want, rtol=1e-6)
 
 

@@ -72,12 +72,22 @@ def test_optimizer_state_takes_the_order_of_the_weights():
   })  # fmt: skip
   weights, little = held(weights), small.params
   reduced = small.shrink(state)
-  for _ in range(3):
+
+  @jax.jit
+  def step(weights, state):
     updates, state = tx.update(held(jax.grad(loss(fn))(weights)), state)
-    weights = optax.apply_updates(weights, updates)
+    return optax.apply_updates(weights, updates), state
+
+  @jax.jit
+  def small_step(little, reduced):
     updates, reduced = tx.update(jax.grad(loss(small.fn))(little), reduced)
-    little = optax.apply_updates(little, updates)
-  np.testing.assert_allclose(fn(weights, X), small.fn(little, X), rtol=1e-4)
+    return optax.apply_updates(little, updates), reduced
+
+  for _ in range(3):
+    weights, state = step(weights, state)
+    little, reduced = small_step(little, reduced)
+  outputs = jax.jit(fn)(weights, X), jax.jit(small.fn)(little, X)
+  np.testing.assert_allclose(*outputs, rtol=1e-4)
   moments = small.shrink(state)[0].mu["up"]
   np.testing.assert_allclose(moments, reduced[0].mu["up"], rtol=1e-3, atol=1e-5)
 
