@@ -256,7 +256,9 @@ def test_an_interrupted_run_goes_on_with_the_same_result(tmp_path, monkeypatch):
   with pytest.raises(ValueError, match="epochs"):
     prune_blocks(epochs=3, folder=tmp_path)
   # Where every block is finished, nothing is computed at all.
-  monkeypatch.setattr(contrib.reconstruction, "_forward", lambda _: None)
+  monkeypatch.setattr(
+    contrib.reconstruction._Trainer, "forward", lambda *_: None
+  )
   done = prune_blocks(epochs=2, folder=tmp_path)
   jax.tree.map(np.testing.assert_array_equal, whole[0], done[0])
 
@@ -284,6 +286,14 @@ def test_equal_blocks_are_compiled_once(monkeypatch):
     net, net_params(4), BATCHES, filter_fn=inner, sparsity=0.75, epochs=0
   )
   assert pieces == before
+
+
+def test_other_rates_and_passes_share_what_is_compiled():
+  compiled = contrib.reconstruction._compiled
+  prune_blocks(epochs=2)
+  before = list(compiled._kept.values())
+  prune_blocks(epochs=1, learning_rate=1e-4)
+  assert list(map(id, compiled._kept.values())) == list(map(id, before))
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Layer by layer, our solvers give what the papers' equations give."""
 
+import jax
 import jax.numpy as jnp
 import layer_reference as reference
 import numpy as np
@@ -23,16 +24,35 @@ def close(ours, theirs):
   assert np.abs(np.asarray(ours) - theirs).max() <= 1e-4 * scale
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize(
+  "outputs, seed",
+  [(48, 0), (48, 1),
+   pytest.param(sparsegpt._WIDE, 2, marks=pytest.mark.slow)],
+)  # fmt: skip
 @pytest.mark.parametrize("n, m", [(0, 0), (2, 4), (4, 8)])
-def test_sparsegpt_follows_the_paper(seed, n, m):
-  w, gram = layer(seed)
+def test_sparsegpt_follows_the_paper(outputs, seed, n, m):
+  w, gram = layer(seed, outputs=outputs)
   pattern = pattern_of(n, m)
   new, mask = sparsegpt.prune(jnp.asarray(w), jnp.asarray(gram), 0.5, pattern)
   theirs, kept = reference.sparsegpt(w, gram, 0.5, n, m)
   np.testing.assert_array_equal(np.asarray(mask) != 0, kept)
   close(new, theirs)
   assert int(mask.sum()) == w.size // 2
+
+
+@pytest.mark.parametrize("n, m", [(0, 0), (2, 4)])
+def test_wide_weights_are_eliminated_as_narrow_ones(monkeypatch, n, m):
+  w, gram = layer(15, inputs=16, outputs=3, tokens=50)
+  factor = jnp.asarray(np.linalg.cholesky(np.linalg.inv(gram)).T)
+  mask = jnp.asarray(np.arange(48).reshape(w.shape) % 2, jnp.uint8)
+  given = pattern_of(n, m), jnp.asarray(w), factor, None if m else mask
+  with jax.disable_jit():  # compiling the long loop takes seconds
+    narrow = sparsegpt._eliminate(*given)
+    monkeypatch.setattr(sparsegpt, "_WIDE", 0)
+    wide = sparsegpt._eliminate(*given)
+  np.testing.assert_array_equal(wide[1], narrow[1])
+  for one, other in zip(wide, narrow, strict=True):
+    np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
 
 
 def test_inputs_that_never_fire_are_removed_first():

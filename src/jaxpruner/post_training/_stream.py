@@ -6,9 +6,7 @@ statistics of all batches are complete, the weights there can be replaced, and
 the next piece already runs with the new ones: one forward pass in all.
 """
 
-import collections
 import functools
-import hashlib
 import math
 import pathlib
 import tempfile
@@ -20,14 +18,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpruner import program
+from jaxpruner._tools import recent
 from jaxpruner.post_training._graph import Graph, Norm, Part, Site
 from jaxpruner.program import Node, Program, Var
 
 # Pieces by what they compute: equal layers, and calls with other sparsities,
 # share one compilation. A piece that is kept keeps what its description names.
-_compiled: collections.OrderedDict[bytes, Callable[..., Any]]
-_compiled = collections.OrderedDict()
-_MOST_COMPILED = 64
+_compiled = recent.Recent(64)
 
 
 class Cut(NamedTuple):
@@ -258,16 +255,11 @@ class Stream:
       ("norm", p.axis) if isinstance(p, Norm) else (p.kind, p.layout)
       for p in sites
     ]
-    described = repr((piece.signature(), lay, len(before), self._gram))
-    key = hashlib.sha256(described.encode()).digest()
-    step = _compiled.pop(key, None)
-    if step is None:
-      step = functools.partial(_step, piece, sites, self._gram)
-      step = jax.jit(step, donate_argnums=3)
-    _compiled[key] = step  # the last used last
-    if len(_compiled) > _MOST_COMPILED:
-      _compiled.popitem(last=False)
-    return step
+    step = functools.partial(_step, piece, sites, self._gram)
+    return _compiled.get(
+      (piece.signature(), lay, len(before), self._gram),
+      lambda: jax.jit(step, donate_argnums=3),
+    )
 
 
 def _step(piece: Program, sites, gram: bool, live, held, means, sums):

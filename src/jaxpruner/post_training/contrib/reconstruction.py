@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -13,7 +14,7 @@ import numpy as np
 import optax
 
 from jaxpruner import program as _program
-from jaxpruner._tools import fingerprint
+from jaxpruner._tools import fingerprint, recent
 from jaxpruner.config import codec
 from jaxpruner.post_training import (
   _blocks,
@@ -26,9 +27,12 @@ from jaxpruner.post_training.calibration import ApplyFn, FilterFn
 from jaxpruner.post_training.contrib import _finished
 from jaxpruner.post_training.prune_report import PruneReport
 from jaxpruner.post_training.solvers.table import Solver
+from jaxpruner.program import Program
 from jaxpruner.sparsity_distributions import default_filter
 
 _FLOOR = 1e-3  # of the mean square: vectors near zero are not blown up
+# Functions of blocks: equal blocks, and calls that train otherwise, share them.
+_compiled = recent.Recent(32)
 
 
 def prune_blocks(
@@ -251,24 +255,25 @@ class _Rows:
     return self._rows
 
 
+def _shared(make: Callable[..., Any], block: _blocks.Block, *rest: Any) -> Any:
+  """Return `make(block.program, *rest)`, the same one for equal programs."""
+  return _compiled.get(
+    (make.__name__, block.program.signature(), rest),
+    lambda: make(block.program, *rest),
+  )
+
+
 @dataclasses.dataclass
 class _Trainer:
-  """Runs and trains blocks; blocks of one shape share their compilations."""
+  """Runs and trains blocks."""
 
   epochs: int
   learning_rate: float
   seed: int
-  _compiled: dict[Any, Any] = dataclasses.field(default_factory=dict)
-
-  def _cached(self, make: Callable[..., Any], block: _blocks.Block, *rest: Any):
-    key = make.__name__, repr(block.program.signature()), rest
-    if key not in self._compiled:
-      self._compiled[key] = make(block, *rest)
-    return self._compiled[key]
 
   def forward(self, block: _blocks.Block) -> Callable[[Any, Any], list[Any]]:
     """Return `(leaves, batches) -> batches`, the block on every batch."""
-    step = self._cached(_forward, block)
+    step = _shared(_forward, block)
     return lambda leaves, rows: [
       list(map(np.asarray, step(leaves, row))) for row in rows
     ]
@@ -296,48 +301,48 @@ class _Trainer:
     # Copies in float32: a step gives its arguments away.
     trained = [jnp.array(every[at], jnp.float32, copy=True) for at in places]
     chosen = [masks[block.leaves[at]] for at in places]
-    first, step = self._cached(_steps, block, places, total, self.learning_rate)
+    first, step = _shared(_steps, block, places)
     state = first(trained, chosen)
     rng = np.random.default_rng(self.seed)
+    done = 0
     for _ in range(self.epochs):
       for row in rng.permutation(len(inputs)):
+        rate = self.learning_rate * (1 + math.cos(math.pi * done / total)) / 2
         trained, state = step(
-          trained, state, chosen, every, inputs[row], goals[row]
+          trained, state, chosen, every, inputs[row], goals[row], rate
         )
+        done += 1
     for at, value in zip(places, trained, strict=True):
       i = block.leaves[at]
       leaves[i] = _like(leaves[i], np.asarray(value))
 
 
-def _forward(block: _blocks.Block) -> Callable[..., Any]:
-  return jax.jit(lambda leaves, live: _program.run(
-    block.program, [*leaves, *live]
-  ))  # fmt: skip
+def _forward(program: Program) -> Callable[..., Any]:
+  return jax.jit(lambda leaves, live: _program.run(program, [*leaves, *live]))
 
 
 def _steps(
-  block: _blocks.Block,
-  places: tuple[int, ...],
-  total: int,
-  learning_rate: float,
+  program: Program, places: tuple[int, ...]
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
   """Return the functions that start Adam and that take one step."""
-  schedule = optax.cosine_decay_schedule(learning_rate, total)
-  tx = lambda masks: fixed_masks.hold_masks(optax.adam(schedule), masks)
+
+  def tx(masks, rate):
+    adam = optax.chain(optax.scale_by_adam(), optax.scale(-rate))
+    return fixed_masks.hold_masks(adam, masks)
 
   def loss(trained, every, live, goal):
     leaves = list(every)
     for at, value in zip(places, trained, strict=True):
       leaves[at] = value.astype(every[at].dtype)
-    y = _program.run(block.program, [*leaves, *live])[0]
+    y = _program.run(program, [*leaves, *live])[0]
     return relative_error(y, goal)
 
-  def step(trained, state, masks, every, live, goal):
+  def step(trained, state, masks, every, live, goal, rate):
     grads = jax.grad(loss)(trained, every, live, goal)
-    updates, state = tx(masks).update(grads, state, trained)
+    updates, state = tx(masks, rate).update(grads, state, trained)
     return optax.apply_updates(trained, updates), state
 
-  first = lambda trained, masks: tx(masks).init(trained)
+  first = lambda trained, masks: tx(masks, 0.0).init(trained)
   return first, jax.jit(step, donate_argnums=(0, 1))
 
 

@@ -18,6 +18,7 @@ from jaxpruner.sparsity_types import Block, NByM, Unstructured
 
 _EXACT = lax.Precision.HIGHEST
 _ROWS = 16  # eliminated by one fused loop
+_WIDE = 128  # outputs; below, that loop takes longer to compile than it saves
 
 
 def damped(gram: Array, damping: float) -> Array:
@@ -154,9 +155,8 @@ def _eliminate(
   size = len(w)
   diagonal = jnp.diagonal(factor)[:, None]
   unit = pattern.m or 1
-  rows = max(
-    r for r in range(unit, max(_ROWS, unit) + 1, unit) if size % r == 0
-  )
+  most = max(unit, _ROWS if w.shape[1] >= _WIDE else _ROWS // 4)
+  rows = max(r for r in range(unit, most + 1, unit) if size % r == 0)
   if mask is None:
     mask = jnp.ones(w.shape, jnp.uint8)
 
