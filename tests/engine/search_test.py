@@ -82,6 +82,16 @@ def test_interpolated_probes_surround_the_expected_threshold():
 
 
 @pytest.mark.quick
+def test_a_hint_follows_the_thresholds_and_its_error_decays():
+  level = order.sort_key(jnp.array([1.5, 2.0, -8.0]))
+  # Met by chance; missed by 0.25; the first threshold of a leaf.
+  hint = jnp.array([[1.0, 0.5, 8.0], [1.0, 0.75, 0.5], [0.0, 0.0, jnp.inf]])
+  found = warm_start.follow(hint, level, jnp.dtype("float32"))
+  wanted = [[1.5, 0.5, 2.0], [2.0, 1.0, 0.25], [-8.0, 0.0, 0.25]]
+  np.testing.assert_array_equal(found, wanted)
+
+
+@pytest.mark.quick
 def test_a_certain_hint_is_looked_at_key_by_key():
   hint = jnp.array([[1.0, 0.5, 0.0]])  # threshold, last move, error
   probes = warm_start.guess(hint, jnp.dtype("float32"))
