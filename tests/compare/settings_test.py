@@ -179,6 +179,9 @@ def test_one_value_stands_for_a_list_of_one(tmp_path):
       "a teacher's loss is not traced at kept size",
     ),
     (["--import", "no_such_module"], "--import 'no_such_module'"),
+    (["--import", "../mine"], "--import '../mine': is a path"),
+    (["--task", "./mine:Task"], "--task './mine:Task': is a path"),
+    (["--task", "sys:nothing"], "--task 'sys:nothing': sys has no 'nothing'"),
   ],
 )
 def test_nothing_starts_before_every_option_is_checked(

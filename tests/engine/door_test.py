@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jaxpruner import engine
+from jaxpruner.engine import expression
 
 
 @pytest.mark.quick
@@ -16,6 +17,14 @@ def test_the_keys_of_a_single_leaf_are_not_stored(dtype):
   leaf = jax.ShapeDtypeStruct((2000, 1000), dtype)
   memory = jax.jit(masks).lower(leaf).compile().memory_analysis()
   assert memory.temp_size_in_bytes <= 0.1 * leaf.size
+
+
+@pytest.mark.quick
+def test_an_expression_is_shaped_like_its_scores():
+  scores = jnp.ones((3, 4), jnp.bfloat16)
+  found = expression.trace(lambda: 2 * scores)
+  for name in ("shape", "ndim", "size", "dtype"):
+    assert getattr(found, name) == getattr(scores, name), name
 
 
 def test_leaves_of_several_dtypes_are_one_selection():

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxpruner import engine
-from jaxpruner.engine import order, search
+from jaxpruner.engine import order, search, warm_start
 
 KEYS = st.integers(-(2**31) + 1, 2**31 - 1)
 
@@ -76,6 +76,27 @@ def test_interpolated_probes_surround_the_expected_threshold():
   assert probes[middle - 1] < 70_000 < probes[middle]
   deviation = 100 * np.sqrt(1000 * 0.7 * 0.3)
   np.testing.assert_allclose(probes[-1] - 70_000, 4 * deviation, rtol=0.1)
+  # Where it is certain, half a score's worth of keys is one deviation.
+  probes = np.asarray(search._next_probes(state_of(0, 100_000, 1000, 0, 1000)))
+  np.testing.assert_allclose(probes[-1], 4 * 50, atol=1)
+
+
+@pytest.mark.quick
+def test_a_hint_follows_the_thresholds_and_its_error_decays():
+  level = order.sort_key(jnp.array([1.5, 2.0, -8.0]))
+  # Met by chance; missed by 0.25; the first threshold of a leaf.
+  hint = jnp.array([[1.0, 0.5, 8.0], [1.0, 0.75, 0.5], [0.0, 0.0, jnp.inf]])
+  found = warm_start.follow(hint, level, jnp.dtype("float32"))
+  wanted = [[1.5, 0.5, 2.0], [2.0, 1.0, 0.25], [-8.0, 0.0, 0.25]]
+  np.testing.assert_array_equal(found, wanted)
+
+
+@pytest.mark.quick
+def test_a_certain_hint_is_looked_at_key_by_key():
+  hint = jnp.array([[1.0, 0.5, 0.0]])  # threshold, last move, error
+  probes = warm_start.guess(hint, jnp.dtype("float32"))
+  key = int(order.sort_key(jnp.float32(1.5)))
+  assert (np.asarray(probes)[0] - key).tolist() == [-2, -1, 1, 2]
 
 
 @pytest.mark.parametrize("wrong", [np.nan, 0.0, -1e15, 1e15])

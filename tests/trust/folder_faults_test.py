@@ -78,7 +78,7 @@ def test_every_failing_call_leaves_the_old_folder_or_the_new(
   for at in all_places[:-8:3] + all_places[-8:]:
     shutil.rmtree(out)
     out.mkdir()
-    (out / "mine").write_text("old")
+    (out / "mine.safetensors").write_text("old")
     old = content(out)
     with Faults(at, ERROR).installed(), pytest.raises(OSError):
       write(out)
@@ -86,7 +86,7 @@ def test_every_failing_call_leaves_the_old_folder_or_the_new(
     found.pop("job.json", None)
     assert found in (old, new)
     assert not list(tmp_path.rglob(".*"))
-    if (parts / "mine").exists():
+    if (parts / "mine.safetensors").exists():
       # Only the old folder was not removed: that is not done by guessing.
       assert found == new
       with pytest.raises((ValueError, OSError)):

@@ -149,6 +149,32 @@ def test_no_path_is_not_the_current_folder(folder, monkeypatch, capsys, words):
 
 
 @pytest.mark.parametrize(
+  "words",
+  [
+    ["reduce", "hub", "--drop", "1"],
+    ["prune", "hub", "--sparsity", "0.5"],
+    ["unpack", "hub"],
+  ],
+)
+def test_a_folder_of_other_things_is_not_overwritten(
+  folder, monkeypatch, capsys, words
+):
+  notes = folder.parent / "notes"
+  notes.mkdir()
+  (notes / "thesis.tex").write_text("all of it")
+  monkeypatch.chdir(folder.parent)
+  for out, reason in (
+    ("notes", "holds no checkpoint but 'thesis.tex'"),
+    (".", "is the current folder, or holds it"),
+    ("..", "is the current folder, or holds it"),
+  ):
+    assert command(*words, "--overwrite", "-o", out) == 1
+    assert reason in capsys.readouterr().err
+  assert (notes / "thesis.tex").read_text() == "all of it"
+  assert (folder / "config.json").exists()
+
+
+@pytest.mark.parametrize(
   "words, reason",
   [
     (["--samples", "0"], "--samples 0 must be at least 1"),

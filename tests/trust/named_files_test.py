@@ -94,6 +94,10 @@ def test_an_empty_path_is_not_absent(folder, tmp_path, monkeypatch, capsys):
   for words in (
     ["reduce", folder, "--drop", 1, "--calibration", "", "-o", tmp_path / "n"],
     ["gguf", folder, "--like", "", "-o", tmp_path / "x.gguf"],
+    # Nor is it the current folder.
+    ["reduce", "", "--drop", 1, "-o", tmp_path / "n"],
+    ["generate", "", "--prompt", "a"],
+    ["gguf", "", "--like", "x", "-o", tmp_path / "x.gguf"],
   ):
     assert command(*words) == 1
     assert "is empty" in capsys.readouterr().err

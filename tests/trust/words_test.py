@@ -67,7 +67,7 @@ def test_an_output_that_is_no_file_is_refused(model, tmp_path, capsys, name):
 
 
 @pytest.mark.parametrize("option", ["--include", "--exclude"])
-@pytest.mark.parametrize("pattern", ["(", "[", "*", "(?P<"])
+@pytest.mark.parametrize("pattern", ["(", "[", "*", "(?P<", ""])
 def test_a_pattern_that_is_none_is_refused(
   model, tmp_path, capsys, option, pattern
 ):
@@ -75,7 +75,26 @@ def test_a_pattern_that_is_none_is_refused(
   assert command(
     "prune", model, "-o", out, "--sparsity", 0.5, option, pattern
   ) == 2  # fmt: skip
-  assert "not a regular expression" in said(capsys)
+  word = "not a regular expression" if pattern else "is empty"
+  assert word in said(capsys)
+  assert not out.exists()
+
+
+@pytest.mark.parametrize(
+  "layout, name",
+  [
+    ("dense", "o.safetensors"),
+    ("dense", "o.msgpack"),
+    ("packed", "o.npz"),
+    ("int8", "o.npz"),
+  ],
+)
+def test_no_file_is_named_after_another_format(tmp_path, capsys, layout, name):
+  np.savez(tmp_path / "m.npz", w=np.eye(8, dtype=np.float32))
+  out = tmp_path / name
+  words = ["--sparsity", 0.5, "--layout", layout, "-o", out]
+  assert command("prune", tmp_path / "m.npz", *words) == 1
+  assert "not what its name ends in" in said(capsys)
   assert not out.exists()
 
 

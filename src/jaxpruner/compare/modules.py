@@ -44,7 +44,7 @@ def import_task(name: str) -> None:
   if found is None:
     known = [key for key in vars(module) if not key.startswith("_")]
     raise ValueError(
-      f"--task {name!r}: {module.__file__} has no {attribute!r}; "
+      f"--task {name!r}: {_place(module)} has no {attribute!r}; "
       f"{_tools.nearest(attribute, known)}"
     )
   if not callable(found) and not isinstance(found, tasks.Task):
@@ -55,9 +55,18 @@ def import_task(name: str) -> None:
   tasks.TASKS.register(name, found)
 
 
+def _place(module: ModuleType) -> str:
+  return getattr(module, "__file__", None) or module.__name__
+
+
 def _import(name: str, option: str) -> ModuleType:
   if not name:
     raise ValueError(f"{option}: is empty; give the name of a module")
+  if name.startswith(".") or "/" in name:
+    raise ValueError(
+      f"{option}: is a path; give the name of a module, and run the command in "
+      "its folder"
+    )
   _find_beside(name)
   try:
     return importlib.import_module(name)

@@ -16,6 +16,24 @@ def patched(content: Content) -> Iterator[np.ndarray]:
   return map(_layouts.select, content.pieces())
 
 
+# What the name of a file says that it holds.
+_NAMED = {
+  ".safetensors": "safetensors file",
+  ".npz": "NumPy archive (.npz)",
+  ".msgpack": "Flax msgpack file",
+}
+
+
+def _check_suffix(target: str | os.PathLike, kind: str) -> None:
+  """Raise if a file's name says that it holds another format."""
+  suffix = pathlib.Path(target).suffix
+  if _NAMED.get(suffix, kind) != kind:
+    raise ValueError(
+      f"{os.fspath(target)} would be a {kind}, not what its name ends in; "
+      "name it otherwise, or choose another --layout"
+    )
+
+
 class Foreign:
   """A checkpoint of another format; subclasses read and write its tensors."""
 
@@ -72,7 +90,9 @@ class Foreign:
     """Write the same format if dense, a safetensors file otherwise."""
     del facts
     tensors = list(self.tensors.values())
-    if layout in (None, "dense"):
+    is_same = layout in (None, "dense")
+    _check_suffix(target, self.kind if is_same else "safetensors file")
+    if is_same:
       self.write(target, read, progress(tensors), overwrite)
     else:
       _layouts.write(

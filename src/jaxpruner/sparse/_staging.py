@@ -92,7 +92,28 @@ def check_target(target: str | os.PathLike, overwrite: bool) -> pathlib.Path:
       raise atomic.PathError(
         f"{target} exists; name a new folder, or replace it with --overwrite"
       )
+    _check_replaceable(path)
   return path
+
+
+# What a folder with a checkpoint holds, of the hub or of Orbax.
+_MARKS = {"config.json", "_METADATA", "manifest.ocdbt"}
+
+
+def _check_replaceable(path: pathlib.Path) -> None:
+  """Raise if the old folder is no checkpoint: all that it holds is deleted."""
+  if path.resolve() in (here := pathlib.Path.cwd().resolve(), *here.parents):
+    raise atomic.PathError(
+      f"{path} is the current folder, or holds it, and would be replaced by "
+      "another; name a new one"
+    )
+  names = set(os.listdir(path))
+  is_hub = any(name.endswith(".safetensors") for name in names)
+  if names and not is_hub and not names & _MARKS:
+    raise atomic.PathError(
+      f"{path} holds no checkpoint but {min(names)!r}, which --overwrite would "
+      "delete; name a new folder"
+    )
 
 
 @contextlib.contextmanager

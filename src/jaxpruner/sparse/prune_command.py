@@ -104,6 +104,8 @@ def check_paths(args: argparse.Namespace) -> None:
 
 
 def _pattern(text: str) -> re.Pattern[str]:
+  if not text:  # as of a variable of the shell that is not set
+    raise argparse.ArgumentTypeError("'' is empty; give a pattern")
   try:
     return re.compile(text)
   except re.error as e:

@@ -65,9 +65,16 @@ def is_router(name: str) -> bool:
   return name.split(".")[-2:-1] in (["gate"], ["shared_expert_gate"])
 
 
+def named(folder: str | os.PathLike) -> pathlib.Path:
+  """Return a folder's path; an empty one is not the current folder."""
+  if not os.fspath(folder):
+    raise FileFormatError("the path of a model's folder is empty; give one")
+  return pathlib.Path(folder)
+
+
 def read_config(folder: str | os.PathLike) -> Any:
   """Return the parsed `config.json` of a folder, not yet checked."""
-  path = pathlib.Path(folder)
+  path = named(folder)
   if not (path / "config.json").exists():
     raise FileFormatError(
       f"{folder}: no config.json; a model of the hub is a folder that holds one"

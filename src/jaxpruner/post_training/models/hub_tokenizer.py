@@ -6,6 +6,7 @@ import pathlib
 from collections.abc import Callable
 from typing import Any
 
+from jaxpruner.post_training.models import hub
 from jaxpruner.post_training.models.hub import FileFormatError
 from jaxpruner.sparse import _shards
 
@@ -16,7 +17,7 @@ class HubTokenizer:
   """Text to token ids and back, as `tokenizer.json` describes it."""
 
   def __init__(self, folder: str | os.PathLike):
-    path = pathlib.Path(folder) / "tokenizer.json"
+    path = hub.named(folder) / "tokenizer.json"
     if not path.is_file():
       raise FileFormatError(
         f"{folder}: no tokenizer.json; save the tokenizer into the folder "
