@@ -12,6 +12,7 @@ import pytest
 
 from jaxpruner import sparsity_distributions
 from jaxpruner.compare import (
+  after_run,
   cells,
   executors,
   files,
@@ -19,6 +20,7 @@ from jaxpruner.compare import (
   networks,
   plan,
   settings,
+  tasks,
 )
 from jaxpruner.compare.cells import Cell
 from jaxpruner.compare.records import Failure
@@ -174,9 +176,18 @@ def test_a_structure_that_no_solver_keeps_has_no_row():
   assert "with an algorithm that trains" in note
 
 
-def test_calibration_uses_the_first_training_batches():
-  from jaxpruner.compare import after_run
+def test_a_dense_leaf_outside_of_products_is_not_named_to_a_solver():
+  task = tasks.make_task("cifar10-vit", {"width": 8, "depth": 1, "heads": 2})
+  params = jax.eval_shape(task.init, jax.random.key(0))
+  assert "positions" in task.pruning["custom_sparsity_map"]
+  cell = Cell("after:wanda", 0.5, "", "erk")
+  dense = {"patches/kernel": "the first layer"}
+  kernels = ("patches/kernel", "head/kernel")
+  found = after_run._shares(cell, task, dense, params, kernels)
+  assert found["custom_sparsity_map"] == {"patches/kernel": None}
 
+
+def test_calibration_uses_the_first_training_batches():
   task = networks.cell_task(cells.DENSE, chosen())
   data = networks.load_data("digits", "", helpers.TINY)
   found = after_run.calibration_inputs(task, data, 1, 3)

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 import jax
@@ -61,7 +61,7 @@ def run_after(
       inputs,
       method=name.removeprefix(AFTER),
       sparsity_type=spelling.parse_type(cell.type),
-      **_shares(cell, task, dense, one[0]),
+      **_shares(cell, task, dense, one[0], flops.leaves),
       **chosen,
     )
     pruned.append(found[0])
@@ -95,7 +95,11 @@ def run_after(
 
 
 def _shares(
-  cell: Cell, task: Task, dense: Mapping[str, str], params: PyTree
+  cell: Cell,
+  task: Task,
+  dense: Mapping[str, str],
+  params: PyTree,
+  multiplied: Container[str],
 ) -> dict[str, Any]:
   """Return the arguments of `prune` that set the sparsity of each leaf."""
   share = distribution_of(cell, task)
@@ -111,6 +115,14 @@ def _shares(
     named = jax.tree_util.tree_flatten_with_path(targets)[0]
     chosen |= {cost.path_name(path): target for path, target in named}
     share = "uniform"
+  # A solver knows the leaves of products only: others stay dense by themselves.
+  named = jax.tree_util.tree_flatten_with_path(params)[0]
+  other = {cost.path_name(path) for path, _ in named}
+  chosen = {
+    name: value
+    for name, value in chosen.items()
+    if value is not None or name not in other or name in multiplied
+  }
   return given | {
     "sparsity": cell.sparsity,
     "allocation": share,
