@@ -9,8 +9,9 @@ constant, a condition or a statement. It is killed if the room's tests fail,
 survives if they pass. The room's files are copied with `src` into a temporary
 folder, so that the checkout never changes; mutations are drawn in an order
 that the seed decides, until the budget is spent. Scores are kept in
-`tools/mutation_scores.json`, survivors with file, line and edit; with
-`--survivors` only these are tried again, after a test was written for them.
+`tools/mutation_scores.json`, survivors with file, line and edit, after every
+mutation; with `--survivors` only these are tried again, after a test was
+written for them, and with `--more` the mutations that come next in the order.
 Where a room's tests compile much, try its quick ones first (`--only`), and
 those that survive with all of them.
 """
@@ -18,6 +19,7 @@ those that survive with all of them.
 import argparse
 import ast
 import copy
+import functools
 import json
 import os
 import pathlib
@@ -28,7 +30,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, NoReturn
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -37,7 +39,8 @@ os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
 # Imported for the forks, which inherit them.
-import jax.numpy  # noqa: F401
+import jax
+import jax.numpy
 import optax  # noqa: F401
 import pytest
 
@@ -210,6 +213,8 @@ class QuickestFirst:
   """A plugin of pytest: run tests in the order of their last durations.
 
   Most mutations are killed by a short test, and the first failure is enough.
+  A test that takes far longer than it did ends the process: a loop that does
+  not end is noticed, too.
   """
 
   def __init__(self, file: pathlib.Path) -> None:
@@ -218,6 +223,11 @@ class QuickestFirst:
 
   def pytest_collection_modifyitems(self, items: list[Any]) -> None:
     items.sort(key=lambda item: self.took.get(item.nodeid, 0.0))
+
+  def pytest_runtest_logstart(self, nodeid: str) -> None:
+    # Of the processor's time: the machine may do other things.
+    seconds = 60 + 10 * self.took.get(nodeid, 60)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
 
   def pytest_runtest_logreport(self, report: Any) -> None:
     self.took[report.nodeid] = max(
@@ -230,23 +240,36 @@ class QuickestFirst:
 
 
 def run_tests(
-  source: pathlib.Path, tests: list[str], timeout: float, only: str = ""
+  source: pathlib.Path,
+  tests: list[str],
+  timeout: float,
+  only: str = "",
+  cached: bool = True,
 ) -> str:
   """Return "passed", "failed" or "timeout".
 
   The tests run in a fork of this process, which has imported JAX and pytest
   and nothing of ours: that halves the time of a mutation.
+
+  Args:
+    source: the folder that holds the package.
+    tests: files and folders of tests.
+    timeout: in seconds, of all of them.
+    only: an expression of `pytest -k`; other tests are not run.
+    cached: whether compiled programs are taken from JAX's cache.
   """
   with warnings.catch_warnings():
     # JAX warns of forks; no backend has started here.
     warnings.simplefilter("ignore")
     child = os.fork()
   if not child:
-    _run_in_child(source, tests, only)
+    _run_in_child(source, tests, only, cached)
   end = time.monotonic() + timeout
   while time.monotonic() < end:
     done, status = os.waitpid(child, os.WNOHANG)
     if done:
+      if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF:
+        return "timeout"
       return "failed" if status else "passed"
     time.sleep(0.05)
   os.kill(child, signal.SIGKILL)
@@ -255,12 +278,13 @@ def run_tests(
 
 
 def _run_in_child(
-  source: pathlib.Path, tests: list[str], only: str
+  source: pathlib.Path, tests: list[str], only: str, cached: bool
 ) -> NoReturn:
   code = 1
   try:
     os.environ["PYTHONPATH"] = str(source)  # of processes that tests start
     os.environ["HYPOTHESIS_PROFILE"] = "quick"
+    jax.config.update("jax_enable_compilation_cache", cached)
     os.chdir(ROOT)
     sys.dont_write_bytecode = True
     sys.path.insert(0, str(source))
@@ -282,6 +306,8 @@ def score(
   seed: int,
   again: dict | None = None,
   only: str = "",
+  more: dict | None = None,
+  keep: Callable[[dict], None] | None = None,
 ) -> dict:
   """Try mutations of a room until the budget is spent; return its score.
 
@@ -292,9 +318,14 @@ def score(
     seed: of their order.
     again: a kept score; only its survivors are tried, and it is updated.
     only: an expression of `pytest -k`; other tests are not run.
+    more: a kept score; the mutations that come next are tried, and added.
+    keep: called with the score after every mutation.
+
+  Returns:
+    The score.
   """
   names, tests = ROOMS[room]
-  tried, survivors = 0, []
+  tried, survivors, before = 0, [], 0
   with tempfile.TemporaryDirectory(prefix="mutate-") as folder:
     # Two copies: the checkout may be edited while mutations are tried.
     whole, source = (pathlib.Path(folder) / name for name in ("whole", "src"))
@@ -309,8 +340,28 @@ def score(
       random.Random(seed).shuffle(mutations)
     else:
       mutations = _survivors(mutations, package, again["survivors"])
+    if more is not None:
+      if (more["of"], more["seed"]) != (possible, seed):
+        raise SystemExit(f"{room}: the code has changed; score the room anew")
+      before, survivors = more["tried"], [*more["survivors"]]
+      mutations = mutations[before:]
+
+    def found() -> dict:
+      # Survivors that were not reached are survivors still.
+      left = [] if again is None else mutations[tried:]
+      number = before + tried if again is None else again["tried"]
+      all_ = sorted([*survivors, *(_text(m, package) for m in left)])
+      return {
+        "tried": number,
+        "killed": number - len(all_),
+        "of": possible,
+        "seed": seed if again is None else again["seed"],
+        "survivors": all_,
+      }
+
     start = time.monotonic()
-    if run_tests(source, tests, 10 * seconds, only) != "passed":
+    # A mutation's programs are compiled: their tests come last.
+    if run_tests(source, tests, 10 * seconds, only, cached=False) != "passed":
       raise SystemExit(f"{room}: the tests fail without a mutation")
     alone = time.monotonic() - start
     end = time.monotonic() + seconds
@@ -326,17 +377,9 @@ def score(
       print(f"{verdict:8} {text}", flush=True)
       if verdict == "passed":
         survivors.append(text)
-  if again is not None:
-    # Survivors that were not reached are survivors still.
-    survivors += [_text(m, package) for m in mutations[tried:]]
-    tried = again["tried"]
-  return {
-    "tried": tried,
-    "killed": tried - len(survivors),
-    "of": possible,
-    "seed": seed if again is None else again["seed"],
-    "survivors": sorted(survivors),
-  }
+      if keep is not None:
+        keep(found())
+  return found()
 
 
 def _text(mutation: Mutation, package: pathlib.Path) -> str:
@@ -370,6 +413,11 @@ def _kept() -> dict:
   return json.loads(SCORES.read_text()) if SCORES.exists() else {}
 
 
+def _keep(room: str, found: dict) -> None:
+  kept = {**_kept(), room: found}  # another process may have added rooms
+  SCORES.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n")
+
+
 def main() -> int:
   parser = argparse.ArgumentParser(description=__doc__)
   parser.add_argument("rooms", nargs="*", metavar="ROOM", help="; ".join(ROOMS))
@@ -380,16 +428,25 @@ def main() -> int:
     "--survivors", action="store_true", help="try kept survivors again"
   )
   parser.add_argument(
+    "--more", action="store_true", help="go on where the kept score ends"
+  )
+  parser.add_argument(
     "--only", default="", metavar="EXPRESSION", help="of tests: pytest -k"
   )
   parser.add_argument("--list", action="store_true", help="show kept scores")
   args = parser.parse_args()
   if not args.list:
     for room in args.rooms or ROOMS:
-      again = _kept()[room] if args.survivors else None
-      found = score(room, args.seconds, args.count, args.seed, again, args.only)
-      kept = {**_kept(), room: found}  # another process may have added rooms
-      SCORES.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n")
+      score(
+        room,
+        args.seconds,
+        args.count,
+        args.seed,
+        _kept()[room] if args.survivors else None,
+        args.only,
+        _kept()[room] if args.more else None,
+        functools.partial(_keep, room),
+      )
   kept = _kept()
   for room, found in sorted(kept.items()):
     rate = found["killed"] / max(found["tried"], 1)

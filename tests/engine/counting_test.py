@@ -129,6 +129,15 @@ def test_rows_divide_leaves_where_they_can():
 
 
 @pytest.mark.quick
+def test_samples_are_of_leaves_too_large_to_copy_and_look_both_ways(
+  monkeypatch,
+):
+  monkeypatch.undo()
+  assert counting.COPIED < counting.SAMPLED
+  np.testing.assert_array_equal(counting._FIRST, -counting._FIRST[::-1])
+
+
+@pytest.mark.quick
 def test_small_leaves_are_copied_and_large_ones_are_not(monkeypatch):
   monkeypatch.undo()
 

@@ -142,5 +142,9 @@ def test_first_probes_lie_between_the_bounds(dtype):
   keys = np.iinfo(order.key_dtype(dtype))
   probes = order.landmarks(jnp.dtype(dtype))
   assert probes.shape == (search.PROBES,)
+  if jnp.issubdtype(dtype, jnp.floating):
+    most = -float(jnp.finfo(dtype).max)
+    common = jnp.array([0, 2**-10, 2**-5, 1, most, jnp.inf], dtype)
+    assert probes.tolist() == order.sort_key(common).tolist()
   assert keys.min < probes.min()
   assert probes.max() <= keys.max
