@@ -18,7 +18,7 @@ STEPS = 50
 
 def model(p, x):
   h = jnp.tanh(x @ p["a"]["kernel"] + p["a"]["bias"])
-  return jnp.tanh(h @ p["b"]["kernel"]) @ p["c"]["kernel"]
+  return h @ p["b"]["kernel"]
 
 
 def dense_params():
@@ -26,8 +26,7 @@ def dense_params():
   draw = lambda *shape: jnp.asarray(rng.normal(0, 0.3, shape), jnp.float32)
   return {
     "a": {"kernel": draw(16, 40), "bias": jnp.zeros(40)},
-    "b": {"kernel": draw(40, 32)},
-    "c": {"kernel": draw(32, 8)},
+    "b": {"kernel": draw(40, 8)},
   }
 
 
@@ -99,8 +98,8 @@ class Run:
 
   def start(self):
     params = self.params()
-    state = self.tx.init(params)
-    params = self.masked.post_gradient_update(params, state)
+    state = jax.jit(self.tx.init)(params)
+    params = jax.jit(self.masked.post_gradient_update)(params, state)
     weights = self.kept.from_dense(params, state.masks)
     kept_state = self.kept_tx.init(weights)
     return (params, state), (kept.split(weights)[0], kept_state)
@@ -111,11 +110,12 @@ class Run:
   def check(self, steps):
     """Run both; compare masks at every step, and weights at the end."""
     (params, state), (values, kept_state) = self.start()
-    first = jax.tree.map(np.asarray, state.masks)
+    first, traces = jax.tree.map(np.asarray, state.masks), self.traces
+    see = jax.jit(self.dense)
     for batch in batches()[:steps]:
       params, state = self.step(params, state, batch)
       values, kept_state = self.kept_step(values, kept_state, batch)
-      dense, masks = self.dense(values, kept_state)
+      dense, masks = see(values, kept_state)
       jax.tree.map(np.testing.assert_array_equal, masks, state.masks)
     jax.tree.map(
       lambda a, b: np.testing.assert_allclose(
@@ -124,7 +124,7 @@ class Run:
       dense,
       params,
     )
-    assert self.traces == 1
+    assert self.traces - traces <= 1
     changed = [
       (np.asarray(a) != np.asarray(b)).any()
       for a, b in zip(
@@ -135,14 +135,17 @@ class Run:
 
 
 @functools.cache
-def run(algorithm):
-  return Run(algorithm)
+def run(algorithm, kind="unstructured"):
+  """Return a run whose compiled steps several tests share."""
+  return Run(algorithm, sparsity_type=kind)
 
 
 ALGORITHMS = ["static_sparse", "set", "rigl"]
+# What changes masks does all that a static run does.
+MOVING = [pytest.param("static_sparse", marks=pytest.mark.slow), "set", "rigl"]
 
 
-@pytest.mark.parametrize("algorithm", ["static_sparse", "set", "rigl"])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_dense_weights_without_masks_start_with_those_of_the_algorithm(
   algorithm,
 ):
@@ -152,30 +155,30 @@ def test_dense_weights_without_masks_start_with_those_of_the_algorithm(
   )
   state = made().init_state(dense)
   pruner = made(storage="kept")
-  found, masks = kept.todense(pruner.from_dense(dense))
+  found, masks = jax.jit(kept.todense)(pruner.from_dense(dense))
   wanted = jax.tree.map(
-    lambda p, m: p if m is None else jnp.where(m, p, 0),
+    lambda p, m: p if m is None else np.where(m, p, np.float32(0)),
     dense,
     state.masks,
     is_leaf=lambda x: x is None,
   )
-  for path in ("a", "b", "c"):
+  for path in ("a", "b"):
     np.testing.assert_array_equal(
       masks[path]["kernel"], state.masks[path]["kernel"]
     )
     np.testing.assert_array_equal(found[path]["kernel"], wanted[path]["kernel"])
 
 
-@pytest.mark.parametrize("way", ["kernel", "bitmaps"])
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_fifty_steps_give_the_masks_and_weights_of_the_masked_run(
-  algorithm, way, monkeypatch
-):
-  if way == "bitmaps":
-    if algorithm == "static_sparse":
-      pytest.skip("static masks are not rewired")
-    monkeypatch.setattr(rewiring, "load", lambda: None)
-    monkeypatch.setattr(choosing, "SMALL", 256)  # the way of large leaves
+def test_fifty_steps_give_the_masks_and_weights_of_the_masked_run(algorithm):
+  run(algorithm).check(STEPS)
+
+
+@pytest.mark.slow  # one mask update: `products_test`, for all kinds of scores
+@pytest.mark.parametrize("algorithm", ["set", "rigl"])
+def test_fifty_steps_with_bitmaps_give_them_too(algorithm, monkeypatch):
+  monkeypatch.setattr(rewiring, "load", lambda: None)
+  monkeypatch.setattr(choosing, "SMALL", 400)  # the way of a large leaf, once
   Run(algorithm).check(STEPS)
 
 
@@ -191,19 +194,22 @@ def scanned_params():
   return {"blocks": blocks, "out": {"kernel": draw(16, 8)}}
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", MOVING)
 def test_scanned_layers_train_as_under_masks(algorithm):
   Run(algorithm, scanned, scanned_params).check(12)
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", MOVING)
 def test_blocks_train_as_under_masks(algorithm):
   """No side is a multiple of the block's; scores are means, then maxima."""
   kind = "maxblock_3,2" if algorithm == "set" else "block_3,2"
-  more = {"sparsity_type": kind, "sparsity": 0.7}
-  Run(algorithm, sparsity_type=kind).check(12)
-  if algorithm == "rigl":
-    Run(algorithm, scanned, scanned_params, **more).check(12)
+  run(algorithm, kind).check(12)
+
+
+@pytest.mark.slow  # blocks and stacks are trained above, each alone
+def test_stacks_of_blocks_train_as_under_masks():
+  more = {"sparsity_type": "block_3,2", "sparsity": 0.7}
+  Run("rigl", scanned, scanned_params, **more).check(12)
 
 
 @pytest.mark.parametrize("algorithm", ["set", "rigl"])
@@ -253,9 +259,9 @@ def test_a_restored_run_equals_an_uninterrupted_one(algorithm, tmp_path):
 
 
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
-@pytest.mark.parametrize("kind", ["unstructured", "block_4,4"])
+@pytest.mark.parametrize("kind", ["unstructured", "block_3,2"])
 def test_eight_devices_equal_one(kind):
-  both = Run("rigl", sparsity_type=kind)
+  both = run("rigl", kind)
   _, alone = both.start()
   mesh = jax.make_mesh(
     (8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,)
@@ -333,7 +339,7 @@ def test_non_finite_gradients_leave_the_leaf_as_it_was():
   bad[0, 0] = np.nan
   _, after = both.kept_step(values, state, bad)
   jax.tree.map(np.testing.assert_array_equal, after.layouts, state.layouts)
-  assert after.skipped.tolist() == [1, 1, 1]
+  assert after.skipped.tolist() == [1, 1]
 
 
 @pytest.mark.parametrize("way", ["kernel", "bitmaps"])
@@ -350,16 +356,14 @@ def test_an_overflowed_product_leaves_the_leaf_as_it_was(way, monkeypatch):
     (jnp.full((2, rows), 1e25), jnp.full((2, columns), 1e25))
   ]
   small = lambda rows, columns: [(jnp.ones((2, rows)), jnp.ones((2, columns)))]
-  growth = {
-    "a/kernel": big(16, 40), "b/kernel": small(40, 32), "c/kernel": small(32, 8)
-  }  # fmt: skip
+  growth = {"a/kernel": big(16, 40), "b/kernel": small(40, 8)}
   _, after = jax.jit(tx.update)(values, state, values, growth=growth)
   same = lambda name: (
     after.layouts[name]["kernel"].positions().tolist()
     == state.layouts[name]["kernel"].positions().tolist()
   )
-  assert [same(name) for name in "abc"] == [True, False, False]
-  assert after.skipped.tolist() == [1, 0, 0]
+  assert [same(name) for name in "ab"] == [True, False]
+  assert after.skipped.tolist() == [1, 0]
 
 
 @pytest.mark.parametrize(

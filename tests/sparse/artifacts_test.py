@@ -296,6 +296,22 @@ def test_a_call_off_the_list_is_refused_on_loading(file, monkeypatch):
     sparse.load_model(file)
 
 
+def test_without_flatbuffers_the_extra_is_named(file, tmp_path, monkeypatch):
+  def wrapped(*_):
+    try:
+      raise ModuleNotFoundError("No module named 'flatbuffers'")
+    except ModuleNotFoundError as e:
+      raise ImportError("Please install 'flatbuffers'") from e
+
+  monkeypatch.setattr(export, "deserialize", wrapped)
+  with pytest.raises(ImportError, match="flatbuffers.*pip install.*serve"):
+    sparse.load_model(file)
+  monkeypatch.setattr(export.Exported, "serialize", wrapped)
+  fast = sparse.Accelerated(lambda w, x: x * w, np.ones(3), (np.ones(3),))
+  with pytest.raises(ImportError, match="pip install.*serve"):
+    fast.save(tmp_path / "m")
+
+
 def test_files_of_tensors_and_models_name_each_others_reader(file, tmp_path):
   with pytest.raises(sparse.FileFormatError, match="load_model"):
     sparse.load(file)

@@ -95,7 +95,7 @@ def write(
     )
   try:
     content = bytes(exported.serialize())
-  except ModuleNotFoundError as e:
+  except ImportError as e:  # JAX wraps the ModuleNotFoundError
     raise _needs_flatbuffers() from e
   except (TypeError, ValueError) as e:
     raise ValueError(
@@ -127,7 +127,7 @@ def read(content: bytes, where: str, made_with: str) -> export.Exported:
   try:
     exported = export.deserialize(bytearray(content))
     targets = calls(exported)
-  except ModuleNotFoundError as e:
+  except ImportError as e:  # JAX wraps the ModuleNotFoundError
     raise _needs_flatbuffers() from e
   except Exception as e:  # of flatbuffers, of MLIR, of JAX
     text = str(e).splitlines() or [""]
