@@ -47,19 +47,24 @@ def refine(
   only = lambda x: jnp.where(keep, x, 0)
   total = lambda a, b: jnp.sum(a * b, axis=0, keepdims=True)
   ratio = lambda a, b: jnp.where(b > 0, a / jnp.where(b > 0, b, 1), 0)
+  left = only(_dot(hessian, dense - w))
+  eased = scale * left
+  first = total(left, eased)
+  # Below the rounding of its first value a residual is noise, and steps along
+  # it lead away: an output that has converged rests.
+  least = first * jnp.finfo(first.dtype).eps ** 2
 
   def step(_, carry):
     w, left, direction, size = carry
     pushed = only(_dot(hessian, direction))
     length = ratio(size, total(direction, pushed))
+    length = jnp.where(size > least, length, 0)
     w, left = w + length * direction, left - length * pushed
     eased = scale * left
     new = total(left, eased)
     return w, left, eased + ratio(new, size) * direction, new
 
-  left = only(_dot(hessian, dense - w))
-  eased = scale * left
-  start = only(w), left, eased, total(left, eased)
+  start = only(w), left, eased, first
   return lax.fori_loop(0, steps, step, start)[0]
 
 
