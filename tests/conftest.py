@@ -21,6 +21,7 @@ os.environ.setdefault("MPLBACKEND", "agg")
 
 import hypothesis
 import jax
+import numpy as np
 import pytest
 
 _COMMON = dict(
@@ -48,6 +49,13 @@ def tables_are_restored():
 
   with registry.restored():
     yield
+
+
+@pytest.fixture(autouse=True)
+def every_test_draws_the_same(request, monkeypatch):
+  """Start a module's `RNG` anew: workers share tests out by chance."""
+  if hasattr(request.module, "RNG"):
+    monkeypatch.setattr(request.module, "RNG", np.random.default_rng(0))
 
 
 @pytest.fixture(autouse=True)
