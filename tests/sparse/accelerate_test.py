@@ -318,6 +318,12 @@ def test_a_decision_is_measured_once_and_remembered(tmp_path):
   assert len(json.loads(path.read_text())) == 1
 
 
+def test_weights_of_numpy_are_not_copied_at_each_call():
+  params = jax.tree.map(np.asarray, MLP)
+  fast, _, _ = run(mlp, params, normal(3, 128))
+  assert all(isinstance(value, jax.Array) for value in fast._values)
+
+
 def stopped(monkeypatch):
   """Return a list whose number is the time on both clocks."""
   now = [0.0]
@@ -326,7 +332,8 @@ def stopped(monkeypatch):
   return now
 
 
-def test_waiting_for_a_busy_machine_does_not_count(monkeypatch):
+def test_waiting_for_a_busy_processor_does_not_count(monkeypatch):
+  monkeypatch.setattr(_choose, "_cores", lambda: 1)
   now, worked = [0.0], [0.0]
   monkeypatch.setattr(_choose.time, "perf_counter", lambda: now[0])
   monkeypatch.setattr(_choose.time, "process_time", lambda: worked[0])
@@ -339,6 +346,19 @@ def test_waiting_for_a_busy_machine_does_not_count(monkeypatch):
   thunks = {name: functools.partial(last, name) for name in ("dense", "sell")}
   times = _choose.measure(thunks)
   assert times["dense"] / times["sell"] == pytest.approx(4)
+
+
+def test_on_several_processors_the_clock_on_the_wall_counts(monkeypatch):
+  """The processors' clock lags: what other threads just did is not in it."""
+  monkeypatch.setattr(_choose, "_cores", lambda: 2)
+  now = [0.0]
+  monkeypatch.setattr(_choose.time, "perf_counter", lambda: now[0])
+  monkeypatch.setattr(_choose.time, "process_time", lambda: now[0] / 4)
+
+  def last():
+    now[0] += 1e-3
+
+  assert _choose.measure({"dense": last})["dense"] == pytest.approx(1e-3)
 
 
 def test_a_format_must_win_in_most_turns():

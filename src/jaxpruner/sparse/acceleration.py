@@ -64,7 +64,8 @@ class Accelerated:
     leaves_static = [
       None if a else leaf for leaf, a in zip(leaves, arrays, strict=True)
     ]
-    self._values = [leaf for leaf, a in zip(leaves, arrays, strict=True) if a]
+    values = [leaf for leaf, a in zip(leaves, arrays, strict=True) if a]
+    self._values = jax.device_put(values)  # NumPy's would be copied each call
     self._jitted = jax.jit(call)
 
   def apply(self, params: Any, *inputs: Any) -> Any:
