@@ -36,8 +36,8 @@ MARGIN = 1.1
 CALL = 5e-6
 # Spells of equally many turns into which a measurement is cut.
 SPELLS = 8
-# How `measure` takes times; another number where it changes, so that times taken
-# the old way are not read from a cache.
+# How `measure` takes times: another number where that changes, so that times
+# taken the old way are not read from a cache.
 _WAY = 2
 # Seconds that a measurement takes at least, if its budget has them.
 LEAST = 0.05
