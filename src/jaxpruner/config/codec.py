@@ -92,9 +92,10 @@ def build_part(field: str, spec: Any) -> Any:
     Gradient()
   """
   if isinstance(spec, int | float):
+    share = f", or give the share of weights as drop_fraction={spec!r}"
     raise ValueError(
-      f"{field}={spec!r} is a number; name one of {', '.join(PARTS[field])}, "
-      f"or give the share of weights as drop_fraction={spec!r}"
+      f"{field}={spec!r} is a number; name one of {', '.join(PARTS[field])}"
+      + (share if field == "drop" else "")
     )
   if not isinstance(spec, str | Mapping):
     return spec

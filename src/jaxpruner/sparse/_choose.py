@@ -88,8 +88,8 @@ def _seconds(thunk: Callable[[], Any]) -> float:
   """Time one run; on one processor, waiting for others does not count.
 
   A run that takes longer than its threads worked has waited. On several
-  processors that cannot be told: Linux adds to the process's clock what its
-  other running threads worked only at ticks, milliseconds apart.
+  processors the process's clock cannot tell: Linux adds the work of threads
+  that still run only at ticks of the kernel, milliseconds apart.
   """
   begin, worked = time.perf_counter(), time.process_time()
   jax.block_until_ready(thunk())

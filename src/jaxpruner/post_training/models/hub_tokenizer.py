@@ -6,8 +6,7 @@ import pathlib
 from collections.abc import Callable
 from typing import Any
 
-from jaxpruner.post_training.models import hub
-from jaxpruner.post_training.models.hub import FileFormatError
+from jaxpruner.post_training.models.hub import FileFormatError, named
 from jaxpruner.sparse import _shards
 
 _MAX = 200_000_000  # bytes of tokenizer.json
@@ -17,7 +16,7 @@ class HubTokenizer:
   """Text to token ids and back, as `tokenizer.json` describes it."""
 
   def __init__(self, folder: str | os.PathLike):
-    path = hub.named(folder) / "tokenizer.json"
+    path = named(folder) / "tokenizer.json"
     if not path.is_file():
       raise FileFormatError(
         f"{folder}: no tokenizer.json; save the tokenizer into the folder "
